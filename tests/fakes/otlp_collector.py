@@ -61,15 +61,30 @@ class Collector:
                 self.spans.extend(_span(span, resource) for span in scope.spans)
 
     def trace(self, request_id: str, *, seconds: float = WAIT_S) -> list[Span]:
-        """Wait for a request's server span and until no more spans arrive; return its trace."""
+        """Wait for a request's server span and until no more spans arrive; return its trace.
+
+        While spans of threads or parents are missing, wait longer.
+        """
         root = self.wait_for(
             lambda span: span.attributes.get(names.REQUEST_ID) == request_id, seconds=seconds
         )
+        deadline = time.monotonic() + seconds
+        while not self._whole(root) and time.monotonic() < deadline:
+            time.sleep(0.05)
         before = -1
         while (now := len(self.spans)) != before:
             before = now
             time.sleep(1.0)
         return [span for span in self.spans if span.trace_id == root.trace_id]
+
+    def _whole(self, root: Span) -> bool:
+        """Return whether every parent in a trace has arrived, and every thread of the request."""
+        spans = [span for span in self.spans if span.trace_id == root.trace_id]
+        known = {span.span_id for span in spans}
+        num_threads = sum(span.name == names.THREAD for span in spans)
+        return num_threads >= int(root.attributes.get(names.THREADS, 0)) and all(
+            span is root or span.parent_id in known for span in spans
+        )
 
     def wait_for(self, wanted: Callable[[Span], bool], *, seconds: float = WAIT_S) -> Span:
         """Wait for the first matching span; fail if none arrives."""

@@ -1,4 +1,7 @@
-"""Run `apar generate` as a user does: in a process of its own, with a real engine."""
+"""Run `apar generate` as a user does: in a process of its own, with a real engine.
+
+`tests/integration/test_readme.py` runs it with `--show-threads`.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,6 @@ def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [APAR, "generate", *arguments], capture_output=True, text=True, timeout=180, check=False
     )
-
-
-def test_threads_are_shown_as_a_tree_with_what_they_saved() -> None:
-    answer = generate(LIST_PROMPT, "--show-threads", "--temperature", "0")
-
-    assert answer.returncode == 0, answer.stderr
-    lines = answer.stdout.strip().splitlines()
-    assert lines[0].startswith("root  ")
-    threads = [line for line in lines if line.startswith("├── root.")]
-    assert len(threads) >= 2
-    assert f"{len(threads) + 1} threads, " in lines[-1]
-    assert " steps instead of " in lines[-1]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def commands_of(folder: Path, nvidia_smi: str, *arguments: str) -> tuple[int, st
         env={**environment, "PATH": f"{folder}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     return done.returncode, done.stdout + done.stderr
 

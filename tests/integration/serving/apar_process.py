@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,9 @@ from cluster.local_ray import free_port
 WINDOW = ("-m", "tests.integration.serving.serve_and_look")
 MAIN = "import typer; from cluster.cli.serve import serve; typer.run(serve)"
 START_S = 400.0
-STOP_S = 60.0
+STOP_S = 120.0
 LOOK_S = 60.0
-LOG_S = 20.0
+LOG_S = 60.0
 REQUEST_S = 120.0
 ENGINE = "VLLM::EngineCore"
 REPLICA = "ray::ServeReplica:apar:Replica"
@@ -83,6 +84,12 @@ def session_members(leader: int) -> set[int]:
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return members
+
+
+def ray_folders(members: set[int]) -> set[Path]:
+    """Return Ray's temporary folders, named in the command lines of its processes."""
+    lines = " ".join(" ".join(psutil.Process(pid).cmdline()) for pid in members)
+    return {Path(name) for name in re.findall(r"/tmp/apar-\w+", lines)}
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[bytes]) -> str:

@@ -27,7 +27,7 @@ KILL_AFTER = {
 @pytest.mark.parametrize(
     ("name", "kills_replica"),
     [
-        pytest.param(name, replica, marks=() if name == "chat" else pytest.mark.slow)
+        pytest.param(name, replica, marks=[pytest.mark.slow] * (not (name == "chat" and replica)))
         for name in BODIES
         for replica in (True, False)
     ],
@@ -75,28 +75,34 @@ def test_a_stream_that_loses_two_replicas_continues_at_the_third(replicated: Ser
     assert replicated.record(answer.request_id)["continued"] >= 2
 
 
-@pytest.mark.parametrize("kills_replica", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills_replica", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_whole_answer_whose_replica_is_killed_is_generated_again(
     replicated: Server, kills_replica: bool
 ) -> None:
     path, body = BODIES["unforked chat"]
     body = body | {"temperature": 0}
     expected = replicated.post(path, json=body).json()
-    victims = Victims(replicated)
-    killer = threading.Thread(target=victims.kill_at_work, kwargs={"replica": kills_replica})
-    headers = {"x-request-id": uuid.uuid4().hex}
 
-    killer.start()
-    answer = replicated.post(path, json=body, headers=headers)
-    killer.join()
+    # On a busy machine an answer may be complete before its replica is killed.
+    for _ in range(NUM_ATTEMPTS):
+        replicated.wait_for_replicas(2)
+        victims = Victims(replicated)
+        killer = threading.Thread(target=victims.kill_at_work, kwargs={"replica": kills_replica})
+        headers = {"x-request-id": uuid.uuid4().hex}
+        killer.start()
+        answer = replicated.post(path, json=body, headers=headers)
+        killer.join()
+        record = replicated.record(headers["x-request-id"])
+        if record["retries"]:
+            break
 
     assert answer.status_code == 200
     assert answer.json()["choices"] == expected["choices"]
-    record = replicated.record(headers["x-request-id"])
     assert record["retries"] >= 1
     assert record["continued"] == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_a_moved_stream_leaves_nothing_behind(replicated: Server) -> None:
     path, body = BODIES["unforked chat"]
     body = body | {"stream": True, "max_tokens": 1500}

@@ -17,7 +17,7 @@ BODY: dict[str, Any] = {
 }
 RECOVERY_S = 60.0
 # HAProxy passes a closed connection on at once; the rest is for a busy machine.
-CLOSED_WITHIN_S = 10.0
+CLOSED_WITHIN_S = 30.0
 
 
 async def begun_stream(

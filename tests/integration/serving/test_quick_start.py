@@ -1,6 +1,7 @@
 """The requests of the quick-start pages, sent as they are written to the shared server."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +40,21 @@ def test_a_request_with_curl_is_answered(server: Server, line: str) -> None:
     body = json.loads(answer)
     assert_list(body["choices"][0]["message"]["content"])
     assert body["apar"]["forks"] >= 1
+
+
+def test_the_command_that_the_server_prints_is_answered(server: Server) -> None:
+    line = next(line for line in server.log.read_text().splitlines() if line.startswith("curl "))
+
+    answer = subprocess.run(
+        line,
+        shell=True,
+        env=os.environ | {"APAR_API_KEY": TOKEN},
+        capture_output=True,
+        timeout=REQUEST_S,
+        check=True,
+    ).stdout
+
+    assert json.loads(answer)["choices"]
 
 
 def test_the_openai_client_streams_the_answer(server: Server, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Shutdown of a server while it serves requests."""
 
 import asyncio
+import os
+import signal
+import socket
 import time
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 from tests.integration.serving.apar_process import (
     STOP_S,
     TINY,
+    ray_folders,
     serving,
     session_members,
     wait_for,
@@ -26,6 +30,10 @@ LONG = chat("Give me 5 tips for sleeping well.", "apar-tiny") | {
 }
 
 
+# Together they take so long that a busy machine still finds them running.
+NUM_STREAMS = 6
+
+
 async def begun(client: httpx.AsyncClient, started: asyncio.Event) -> str:
     async with client.stream("POST", "/v1/chat/completions", json=LONG) as answer:
         pieces = []
@@ -37,17 +45,21 @@ async def begun(client: httpx.AsyncClient, started: asyncio.Event) -> str:
 
 async def test_on_sigterm_streams_end_and_new_requests_are_refused(shared: SharedServer) -> None:
     server = shared.server
+    members = session_members(server.process.pid)
+    (folder,) = ray_folders(members)
     async with server.async_client() as client:
-        started = asyncio.Event()
-        stream = asyncio.create_task(begun(client, started))
-        await started.wait()
-        server.process.terminate()
+        started = [asyncio.Event() for _ in range(NUM_STREAMS)]
+        streams = [asyncio.create_task(begun(client, each)) for each in started]
+        for each in started:
+            await each.wait()
+        # To the whole process group, as supervisors do; Ray's processes must not receive it.
+        os.killpg(server.process.pid, signal.SIGTERM)
         await asyncio.to_thread(wait_for, server.log, "Stopping", server.process)
         while (health := await client.get("/health")).status_code == 200:
-            assert not stream.done()
+            assert not all(stream.done() for stream in streams)
         refused = await client.post("/v1/chat/completions", json=LONG)
         live = await client.get("/live")
-        text = await stream
+        texts = await asyncio.gather(*streams)
     await asyncio.to_thread(server.process.wait, timeout=STOP_S)
 
     assert health.status_code == 503
@@ -55,11 +67,18 @@ async def test_on_sigterm_streams_end_and_new_requests_are_refused(shared: Share
     assert refused.json()["error"]["code"] == "draining"
     assert int(refused.headers["retry-after"]) >= 1
     assert live.status_code == 200
-    assert text.endswith("data: [DONE]\n\n")
-    assert '"finish_reason":"length"' in text
-    assert '"error"' not in text
+    for text in texts:
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in text
+        assert '"error"' not in text
     assert server.process.returncode == 0
+    assert len(members) > 5
     assert session_members(server.process.pid) == set()
+    assert not folder.exists()
+    with socket.socket() as probe:
+        # Connections of the test may be left, but nobody listens.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", int(server.url.rpartition(":")[2])))
 
 
 @pytest.mark.slow

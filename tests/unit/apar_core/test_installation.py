@@ -38,7 +38,7 @@ def test_the_console_script_says_what_hides_a_package(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=60,
+        timeout=300,
     )
 
     assert done.returncode == 1
@@ -55,7 +55,7 @@ def test_a_missing_module_is_told_with_its_extra(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=60,
+        timeout=300,
     )
 
     assert done.returncode == 1

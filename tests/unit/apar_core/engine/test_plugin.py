@@ -136,7 +136,7 @@ def test_our_scheduler_in_an_unknown_vllm_is_refused_with_the_versions() -> None
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
 
     assert done.returncode == 1
@@ -156,7 +156,7 @@ def test_loading_the_plugin_imports_only_itself() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
 

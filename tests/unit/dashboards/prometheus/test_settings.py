@@ -163,7 +163,7 @@ def test_the_command_writes_files_for_other_settings(tmp_path: Path) -> None:
         str(tmp_path),
     ]
 
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
 
     assert TARGET in (tmp_path / "prometheus.yml").read_text()
     assert "increase30m > 9" in (tmp_path / "rules" / "alerts.yml").read_text()
@@ -184,7 +184,7 @@ def test_the_command_names_an_invalid_setting(tmp_path: Path) -> None:
         str(tmp_path),
     ]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
     assert done.returncode != 0
     assert "replica_restart" in done.stderr
