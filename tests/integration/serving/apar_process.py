@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,14 @@ def ray_folders(members: set[int]) -> set[Path]:
     """Return Ray's temporary folders, named in the command lines of its processes."""
     lines = " ".join(" ".join(psutil.Process(pid).cmdline()) for pid in members)
     return {Path(name) for name in re.findall(r"/tmp/apar-\w+", lines)}
+
+
+def keep_ray_logs(leader: int) -> None:
+    """Copy the logs of a server's Ray to `out/ray-logs`, for whoever asks why a test failed."""
+    with suppress(OSError, shutil.Error, psutil.Error):
+        for folder in ray_folders(session_members(leader)):
+            logs = folder / "session_latest" / "logs"
+            shutil.copytree(logs, Path("out") / "ray-logs" / folder.name, dirs_exist_ok=True)
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[bytes]) -> str:
@@ -255,7 +264,11 @@ def serving(folder: Path, *models: dict[str, Any], **fields: Any) -> Iterator[Se
     with apar_serve("--config", str(config), log=log, main=WINDOW) as process:
         wait_for(log, "Press Ctrl-C to stop", process)
         url = f"http://127.0.0.1:{port}"
-        yield Server(process, config, log, url, None if logs is None else Path(logs))
+        try:
+            yield Server(process, config, log, url, None if logs is None else Path(logs))
+        except BaseException:
+            keep_ray_logs(process.pid)
+            raise
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=STOP_S)
