@@ -239,7 +239,7 @@ class Server:
             assert time.monotonic() < deadline, loads
             time.sleep(0.1)
 
-    def wait_for_replicas(self, number: int, timeout_s: float = 120.0) -> None:
+    def wait_for_replicas(self, number: int, timeout_s: float = START_S) -> None:
         """Wait until this many engines run and the server is healthy."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -31,7 +31,7 @@ LONG = chat("Give me 5 tips for sleeping well.", "apar-tiny") | {
 
 
 # Together they take so long that a busy machine still finds them running.
-NUM_STREAMS = 6
+NUM_STREAMS = 3
 
 
 async def begun(client: httpx.AsyncClient, started: asyncio.Event) -> str:
