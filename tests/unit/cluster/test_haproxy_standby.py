@@ -45,11 +45,12 @@ class Started:
 
     def start(self) -> None:
         """Start a node, and wait until its HAProxy answers its control socket."""
+        before = self.pid(LATEST)
         actor = f"'{self.folder}/haproxy' -db -f '{self.configuration}'; sleep 600"
         command = ["sh", "-c", f'sh -c "{actor}"; sleep 600']
         process = subprocess.Popen(command, env=os.environ | {"APAR_HAPROXY_STANDBY": "1"})
         self.nodes.append(psutil.Process(process.pid))
-        until(lambda: self.pid_at_the_control_socket() == self.pid(LATEST))
+        until(lambda: self.pid_at_the_control_socket() == self.pid(LATEST) != before)
 
     def pid(self, file: str) -> int:
         """Return the process id in a file beside the configuration, or 0."""
