@@ -81,6 +81,9 @@ def stand_in(configuration: Path, command: list[str], owner: int) -> None:
 def main(pid: str, parent: str, configuration: str, *command: str) -> None:
     """Wait for the end of a process, and stand in for it."""
     path = Path(configuration)
+    # Ray kills the process group of a worker that has ended.
+    with suppress(OSError):
+        os.setpgid(0, 0)
     try:
         owner = os.pidfd_open(parent_of(int(parent)))  # The raylet, whose actor runs HAProxy.
     except (OSError, ValueError):
