@@ -41,6 +41,8 @@ APPLICATION_FLAGS = {
 SERVE_FLAGS = APPLICATION_FLAGS | {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # A restarted controller replaces replicas that died with the last one.
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.serve_controller:prepare",
 }
 """Ray Serve's settings that every node of a cluster needs, private or not."""
 
@@ -80,7 +82,10 @@ if [ -n "$config" ] && [ -z "$check" ] && [ -n "$APAR_HAPROXY_STANDBY" ]; then
     standby=$(cat "$folder/standby.pid" 2>/dev/null)
     if [ -n "$standby" ] && [ "$(readlink "/proc/$standby/exe")" = "$(readlink -f {binary})" ]; then
         set -- "$@" -sf "$standby"
+        # Ray Serve's first configuration names no gateway: until its next one, keep the last.
+        grep -q '^ *server ' "$config" || cp "$folder/gateways.cfg" "$config"
     fi
+    grep -q '^ *server ' "$config" && cp "$config" "$folder/gateways.cfg"
     echo $$ >"$folder/haproxy.pid"
 fi
 exec {binary} "$@"
@@ -248,14 +253,20 @@ def write_haproxy_wrapper(path: Path, pem: bytes | None = None) -> None:
     errors = path.with_name("unreachable.http")
     lines = (*_ERROR_HEADERS, "", json.dumps({"error": _UNREACHABLE}))
     errors.write_bytes("\r\n".join(lines).encode())
-    wrapper = _HAPROXY_WRAPPER.replace("{binary}", get_haproxy_binary())
-    wrapper = wrapper.replace("{python}", sys.executable)
-    wrapper = wrapper.replace("{standby}", str(Path(haproxy_standby.__file__)))
-    wrapper = wrapper.replace("{drop_odd_ids}", _DROP_ODD_IDS)
-    wrapper = wrapper.replace("{json_errors}", _JSON_ERRORS)
-    wrapper = wrapper.replace("{no_backend}", _NO_BACKEND)
     tls = "" if pem is None else _TLS.replace("{pem}", str(write_pem(path.parent, pem)))
-    wrapper = wrapper.replace("{tls}", tls)
+    values = {
+        "binary": get_haproxy_binary(),
+        "python": sys.executable,
+        "standby": haproxy_standby.__file__,
+        "drop_odd_ids": _DROP_ODD_IDS,
+        "json_errors": _JSON_ERRORS,
+        "no_backend": _NO_BACKEND,
+        "tls": tls,
+    }
+    wrapper = _HAPROXY_WRAPPER
+    # `str.format` would take the braces of the shell for its own.
+    for name, value in values.items():
+        wrapper = wrapper.replace(f"{{{name}}}", value)
     path.write_text(wrapper, encoding="utf-8")
     # Executable for everybody: in an image it is written by root and run by another user.
     path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)

@@ -168,7 +168,8 @@ def build_replicas(
         request_router_config=router_config(
             config.routing, is_lone=autoscaling is None and model.replicas == 1
         ),
-        # A model that fails to load once will fail again. Dead replicas are replaced regardless.
+        # A model that fails to load once will fail again. Dead replicas are replaced regardless;
+        # `cluster.serve_controller` lets also a restarted controller do so.
         max_constructor_retry_count=1,
         max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
         ray_actor_options={

@@ -20,7 +20,7 @@ from ray.core.generated import autoscaler_pb2, gcs_pb2
 from ray.dashboard.modules.reporter import reporter_agent
 from ray.experimental import internal_kv
 from ray.serve import _private as serve_private
-from ray.serve._private import http_util
+from ray.serve._private import cluster_node_info_cache, http_util
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
 from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve._private.config import DeploymentConfig
@@ -31,6 +31,7 @@ from ray.serve._private.constants import (
     SERVE_NAMESPACE,
     SERVE_SESSION_ID,
 )
+from ray.serve._private.deployment_state import DeploymentState
 from ray.serve._private.handle_options import InitHandleOptionsBase
 from ray.serve._private.logging_utils import get_serve_logs_dir
 from ray.serve._private.replica import Replica as ServeReplica
@@ -49,6 +50,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.client_headers import STEERING_HEADERS, middlewares
 from cluster.local_ray import SERVE_FLAGS, serve_environment
+from cluster.serve_controller import GCS_TIMEOUT_S
 from deployments.relay.replica_calls import TOO_LARGE
 from deployments.routing.ray_router import ThreadRequestRouter
 
@@ -107,6 +109,33 @@ def test_ray_serve_reads_steering_headers_after_our_middleware() -> None:
         source = (SERVE / server).read_text()
         assert "configure_http_middlewares(" in source
         assert "start_asgi_http_server(" in source
+
+
+def test_a_restarted_controller_counts_deployments_as_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[bool] = []
+
+    def recover(self: DeploymentState, target_state_checkpoint: object) -> None:
+        seen.append(self._replica_has_started)
+
+    signature = inspect.signature(DeploymentState.recover_target_state_from_checkpoint)
+    assert list(signature.parameters) == ["self", "target_state_checkpoint"]
+    assert "self._replica_has_started: bool = False" in inspect.getsource(DeploymentState.__init__)
+    assert "not self._replica_has_started" in inspect.getsource(DeploymentState._terminally_failed)
+    monkeypatch.setattr(DeploymentState, "recover_target_state_from_checkpoint", recover)
+    monkeypatch.setattr(cluster_node_info_cache, "RAY_GCS_RPC_TIMEOUT_S", 3.0)
+    call_function_from_import_path(SERVE_FLAGS["RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"])
+    state: Any = object.__new__(DeploymentState)
+    state._replica_has_started = False
+
+    state.recover_target_state_from_checkpoint(None)
+
+    assert seen == [False]
+    assert state._replica_has_started
+    source = inspect.getsource(cluster_node_info_cache)
+    assert "get_all_node_info(timeout=RAY_GCS_RPC_TIMEOUT_S)" in source
+    assert vars(cluster_node_info_cache)["RAY_GCS_RPC_TIMEOUT_S"] == GCS_TIMEOUT_S
 
 
 async def test_steering_headers_do_not_reach_ray_serve() -> None:

@@ -22,6 +22,7 @@ from tests.integration.serving.apar_process import (
 )
 from tests.integration.serving.kill_run import (
     ALL,
+    RECOVERY_S,
     KillRun,
     healthy,
     kill_and_watch,
@@ -133,6 +134,27 @@ async def test_serving_goes_on_without_the_controller(tmp_path: Path) -> None:
         assert await healthy(server)
         assert load.failures == []
         assert len(load.outcomes) > 10
+        server.wait_until_idle(1)
+
+
+@pytest.mark.slow
+async def test_a_replica_that_dies_while_the_next_controller_reads_its_state_is_replaced(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path, TINY) as server:
+        (replica,) = server.processes(REPLICA)
+        (controller,) = server.processes(CONTROLLER)
+        replica.suspend()  # The next controller asks it for its state, and waits.
+        controller.kill()
+        await until_alive(server, CONTROLLER, {controller.pid})
+        await asyncio.sleep(8)
+        replica.kill()
+
+        await until_alive(server, REPLICA, {replica.pid})
+
+        async with asyncio.timeout(RECOVERY_S):
+            while not await healthy(server):  # noqa: ASYNC110 - another process's state
+                await asyncio.sleep(0.5)
         server.wait_until_idle(1)
 
 

@@ -28,8 +28,10 @@ frontend http_frontend
     bind 127.0.0.1:{port}
     default_backend default_backend
 backend default_backend
-    http-request return status 200 content-type text/plain string here if {{ always_true }}
+    http-request return status 200 content-type text/plain string {says} if {{ always_true }}
+    {server}
 """
+SERVER = "server gateway 127.0.0.1:1"
 
 
 class Started:
@@ -39,14 +41,29 @@ class Started:
         self.folder = folder
         self.port = free_port()
         self.configuration = folder / "haproxy.cfg"
-        self.configuration.write_text(CONFIGURATION.format(folder=folder, port=self.port))
+        self.configure()
         write_haproxy_wrapper(folder / "haproxy")
         self.nodes: list[psutil.Process] = []
 
+    def configure(self, says: str = "here", server: str = SERVER) -> None:
+        """Write the configuration of the next HAProxy; without a server, it knows no gateway."""
+        self.configuration.write_text(
+            CONFIGURATION.format(folder=self.folder, port=self.port, says=says, server=server)
+        )
+
     def start(self) -> None:
         """Start a node, and wait until its HAProxy answers its control socket."""
+        self._start("")
+
+    def reload(self) -> None:
+        """Start a HAProxy that replaces the running one, as Ray Serve does for new gateways."""
         before = self.pid(LATEST)
-        actor = f"'{self.folder}/haproxy' -db -f '{self.configuration}'; sleep 600"
+        self._start(f"-sf {before}")
+        until(lambda: not is_running(before))
+
+    def _start(self, flags: str) -> None:
+        before = self.pid(LATEST)
+        actor = f"'{self.folder}/haproxy' -db -f '{self.configuration}' {flags}; sleep 600"
         command = ["sh", "-c", f'sh -c "{actor}"; sleep 600']
         process = subprocess.Popen(command, env=os.environ | {"APAR_HAPROXY_STANDBY": "1"})
         self.nodes.append(psutil.Process(process.pid))
@@ -69,11 +86,15 @@ class Started:
                 return -1
         return next(int(line[4:]) for line in said.splitlines() if line.startswith("Pid:"))
 
-    def answers(self) -> bool:
-        """Return whether a new connection gets an answer."""
+    def says(self) -> str | None:
+        """Return the answer that a new connection gets."""
         with suppress(httpx.TransportError):
-            return httpx.get(f"http://127.0.0.1:{self.port}/").text == "here"
-        return False
+            return httpx.get(f"http://127.0.0.1:{self.port}/").text
+        return None
+
+    def answers(self) -> bool:
+        """Return whether a new connection is answered as by a gateway."""
+        return self.says() == "here"
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -123,6 +144,35 @@ def test_a_killed_haproxy_is_replaced_until_the_next_one(started: Started) -> No
     until(lambda: not is_running(standby))
     assert started.answers()
     assert started.pid(LATEST) not in {killed, standby}
+
+
+def test_the_next_one_uses_the_gateways_of_before_until_ray_serve_names_them(
+    started: Started,
+) -> None:
+    started.start()
+    psutil.Process(started.pid(LATEST)).kill()
+    until(started.answers)
+    standby = started.pid(STANDBY)
+
+    started.configure("nowhere", server="")
+    started.start()
+
+    until(lambda: not is_running(standby))
+    assert started.says() == "here"
+
+    started.configure("elsewhere")
+    started.reload()
+
+    assert started.says() == "elsewhere"
+
+
+def test_without_a_standby_a_configuration_without_gateways_is_used(started: Started) -> None:
+    started.start()
+
+    started.configure("nowhere", server="")
+    started.reload()
+
+    assert started.says() == "nowhere"
 
 
 def test_a_killed_standby_is_replaced_too(started: Started) -> None:
