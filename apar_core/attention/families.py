@@ -4,9 +4,9 @@ A family is a set of rows with one common prefix of full blocks. Attention reads
 for the whole family, and the rest of each row alone. The partition into families saves the most
 block reads that any partition with one prefix per row can save.
 
-Only block ids decide, not the names of threads: a block that two rows list at the same place,
-behind equal blocks, holds the same tokens. So siblings of a request are found without a message
-from the scheduler, as are requests with one prompt (`n > 1`) and requests with one system prompt.
+Only block ids decide, not the names of threads. If two rows list a block at the same place, behind
+equal blocks, it holds the same tokens for both. So the scheduler need not say which threads are
+siblings. Requests with one prompt (`n > 1`) or one system prompt are found in the same way.
 A preempted thread that returns is in the family of the blocks it returns with.
 
 Letters: R rows of the step, B columns of the block table, F families, M rows in families.

@@ -45,6 +45,13 @@ from apar_core.vllm_names import (
     with_aligned_strides,
 )
 
+_TABLE_ENTRY_BYTES = 4 + 8 + 4 // 2
+"""Memory for each entry of a row's block table.
+
+4 bytes in the table of suffixes, 8 for the place it is gathered from, and 4 per two rows in the
+table of prefixes.
+"""
+
 
 class FamilyGPUWorker(Worker):
     """vLLM's worker on GPUs, whose model reads families."""
@@ -109,9 +116,8 @@ def step_bytes(vllm_config: VllmConfig) -> int:
     needed = [layer.impl.step_bytes(vllm_config) for layer in ours if not layer_problem(layer.impl)]
     if not needed:
         return 0
-    # Suffixes with the places that they are gathered from, and prefixes of two rows each or more.
     width = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size) + 1
-    tables = _most_rows(vllm_config) * width * (4 + 8 + 4 // 2)
+    tables = _most_rows(vllm_config) * width * _TABLE_ENTRY_BYTES
     return int(max(needed) + tables)
 
 

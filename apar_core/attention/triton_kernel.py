@@ -105,9 +105,9 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Attend from queries [block_m, padded_size] to the tokens from `begin` to `end` of a table.
 
-    Returns the maximum of the scores [block_m] in units of log 2, the sum of their powers of 2, and
-    the weighted values [block_m, padded_size], not divided by the sum. Without tokens the maximum
-    is minus infinity and the others are 0.
+    Returns the maximum of the scores [block_m], in base-2 logarithms; the sum of 2 ** (score -
+    maximum) [block_m]; and the values weighted by the same powers [block_m, padded_size], not
+    divided by that sum. Without tokens the maximum is minus infinity and the others are 0.
     """
     dims = tl.arange(0, padded_size)
     largest = tl.full([block_m], float("-inf"), tl.float32)

@@ -2,7 +2,7 @@
 
 Each gateway has its own queue. A place of a model or of a key's `max_threads` must still be used by
 one request only. So a gateway starts a request only on a place that it has leased from the
-`PlaceLedger`, which all gateways ask several times a second, and at once if a request waits.
+`PlaceLedger`. Gateways ask the ledger several times a second, and at once if a request waits.
 
 A lease grows only by places that no other gateway holds. When a lease shrinks, its places are free
 for others once the gateway has confirmed the lower number. So a lost, late or repeated message
@@ -23,7 +23,8 @@ EXPIRY_S = 3.0
 TRUST_S = 1.0
 """A gateway that has had no answer for this long falls back to an equal share of each limit.
 
-Less than `EXPIRY_S`, so that it gives its leases up before the ledger does."""
+Less than `EXPIRY_S`, so that it gives its leases up before the ledger does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
