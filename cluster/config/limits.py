@@ -22,6 +22,8 @@ from cluster.config.secret import SecretReference
 if TYPE_CHECKING:
     from limits.aio.storage import Storage
 
+BODY_TIMEOUT_S = 60.0
+"""Default of `body_timeout_s`."""
 IN_MEMORY = "memory://"
 """URI of counters in the memory of the gateway, or of an actor that several gateways share."""
 _ASYNC = "async+"
@@ -40,8 +42,9 @@ class LimitsConfig(BaseModel):
         description="Limit on the size of a request body (bytes); a larger one gets a 413.",
     )
     body_timeout_s: PositiveFloat = Field(
-        60.0,
-        description="Timeout for receiving a request body (seconds); a later one gets a 408.",
+        BODY_TIMEOUT_S,
+        description="Timeout for receiving a request body (seconds); a later one gets a 408. On a "
+        "Ray cluster of your own, bodies that fit into HAProxy's buffer of 16 KiB have 60 s.",
     )
     max_held_body_bytes: PositiveInt | None = Field(
         None,

@@ -192,7 +192,7 @@ def test_a_constrained_completion_has_one_thread(server: Server, streams: bool) 
     answer = server.post("/v1/completions", json=body)
 
     assert answer.status_code == 200, answer.text
-    assert '"threads": 1' in answer.text
+    assert '"threads":1,' in answer.text.replace(" ", "")
     assert "error" not in answer.text
 
 
@@ -238,7 +238,8 @@ def test_a_model_of_embeddings_scores_reranks_and_pools(server: Server) -> None:
     pooled = post("/pooling", input="hello")["data"]
     [embedded] = server.openai().embeddings.create(model="embedding", input="hello").data
 
-    assert scores[0]["score"] == pytest.approx(1.0, abs=1e-5) > scores[1]["score"]
+    assert scores[0]["score"] == pytest.approx(1.0, abs=1e-5)
+    assert scores[1]["score"] < 0.9
     assert [each["index"] for each in ranked] == [1, 0]
     assert pooled[0]["data"] == pytest.approx(embedded.embedding, abs=1e-5)
     refused = server.post("/v1/score", json={"model": "base", "queries": "a", "documents": "b"})

@@ -40,7 +40,10 @@ WAYS = {
         {
             "pipeline_parallel_size": 2,
             "enforce_eager": False,
-            "compilation_config": {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "eager"},
+            "compilation_config": {
+                "mode": CompilationMode.DYNAMO_TRACE_ONCE.value,
+                "backend": "eager",
+            },
         },
         WORKER,
         2,

@@ -1,5 +1,6 @@
 """Processes and HAProxy's configuration; Ray itself is in the integration tests."""
 
+import json
 import os
 import socket
 import ssl
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -164,6 +166,74 @@ def test_haproxy_sends_a_hung_gateway_nothing_after_three_failed_checks(tmp_path
     assert 2.0 < noticed_s < 7.0
 
 
+def test_a_late_body_gets_an_openai_error(tmp_path: Path) -> None:
+    wrapper, config, port = tmp_path / "haproxy", tmp_path / "c.cfg", free_port()
+    write_haproxy_wrapper(wrapper, body_timeout_s=0.5)
+    with answering(200, "text/plain") as well, ExitStack() as stack:
+        config.write_text(retrying(port, f"    server one {well}\n"))
+        stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}"))
+        until(lambda: answers_in_a_row(client, 1))
+        slow = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        slow.settimeout(30)
+
+        slow.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n1234")
+
+        head, _, body = slow.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"] == {
+        "message": "The body did not arrive within 0.5 s.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "request_timeout",
+    }
+
+
+def test_a_request_that_a_dying_gateway_has_not_answered_goes_to_another(tmp_path: Path) -> None:
+    wrapper, config = tmp_path / "haproxy", tmp_path / "c.cfg"
+    port, other = free_port(), free_port()
+    write_haproxy_wrapper(wrapper)
+    with answering(200, "text/plain") as well, ExitStack() as stack:
+        servers = f"    server one 127.0.0.1:{other}\n    server two {well}\n"
+        config.write_text(retrying(port, servers))
+        page = (sys.executable, "-m", "http.server", str(other), "--bind", "127.0.0.1")
+        hung = stack.enter_context(ended(subprocess.Popen(page, cwd=tmp_path)))
+        until(lambda: accepts(other))
+        stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30))
+        # Both servers have answered over the connections that are used next.
+        until(lambda: answers_in_a_row(client, 4))
+        hung.suspend()
+        threads = stack.enter_context(ThreadPoolExecutor(8))
+        # httpx sends the body in a packet of its own.
+        answers = [threads.submit(client.post, "/", content=b"x" * 300) for _ in range(8)]
+        time.sleep(1.0)
+        assert not all(answer.done() for answer in answers)
+
+        hung.kill()
+
+        assert {answer.result().status_code for answer in answers} == {200}
+
+
+def retrying(port: int, servers: str) -> str:
+    """Return a configuration with the defaults by which HAProxy retries at other servers."""
+    return (
+        "defaults\n    mode http\n    timeout connect 5s\n    timeout client 60s\n"
+        "    timeout server 60s\n    option redispatch 1\n    http-reuse always\n"
+        f"    retry-on {HAPROXY_SETTINGS['RAY_SERVE_HAPROXY_RETRY_ON']}\n"
+        f"    retries {HAPROXY_SETTINGS['RAY_SERVE_HAPROXY_RETRIES']}\n"
+        f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
+        "    default_backend default_backend\nbackend default_backend\n"
+        f"    balance roundrobin\n{servers}"
+    )
+
+
+def accepts(port: int) -> bool:
+    """Return whether something listens on this port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
     """Kill a process at the end."""
@@ -299,6 +369,10 @@ def answering(status: int, content_type: str) -> Iterator[str]:
             self.send_header("content-length", "4")
             self.end_headers()
             self.wfile.write(b"null")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         executor = threading.Thread(target=server.serve_forever)
