@@ -168,12 +168,14 @@ async def test_serving_goes_on_while_the_head_has_no_gcs(
             # The processes of the node serve its metrics, after the loss of one of them, too.
             page = read_when(
                 f"http://127.0.0.1:{metrics['port']}/metrics",
-                lambda page: page.total(catalogue.REPLICA_RESTARTS) == 1,
+                lambda page: (
+                    page.total(catalogue.REPLICA_RESTARTS) == 1
+                    and len(page.by(catalogue.ENGINE_STEPS, "replica")) == 3
+                ),
             )
             # Beside the load: the answers it is compared with, and the check of health.
             others = page.total(catalogue.REQUESTS, outcome="ok") - len(load.outcomes)
             assert 0 <= others <= 10
-            assert len(page.by(catalogue.ENGINE_STEPS, "replica")) == 3
     finally:  # After the server, which ends by the GCS.
         if gcs is not None:
             gcs.kill()
