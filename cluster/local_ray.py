@@ -113,6 +113,7 @@ _JSON_ERRORS = (
 )
 # HAProxy sends a request to another gateway only if it has the whole body. It waits for bodies that
 # fit into its buffer of 16 KiB, and passes larger ones on as they come.
+_LONGEST_BODY_S = 86_400.0  # HAProxy's times end at 24 days.
 _KEEP_BODY = "http-request wait-for-body time {body_ms}ms if METH_POST"
 # Our application accepts every path, so HAProxy answers "not found" only before it knows the
 # application.
@@ -124,12 +125,6 @@ _UNREACHABLE = {
     "type": "server_error",
     "param": None,
     "code": "not_ready",
-}
-# HAProxy's answer to a client that does not send its body; otherwise as the gateway's.
-_LATE_BODY = {
-    "type": "invalid_request_error",
-    "param": None,
-    "code": "request_timeout",
 }
 _ERROR_HEADERS = ("content-type: application/json", "cache-control: no-cache", "connection: close")
 
@@ -264,11 +259,15 @@ def write_haproxy_wrapper(
         ("HTTP/1.1 503 Service Unavailable", "retry-after: 1"),
         _UNREACHABLE,
     )
-    message = f"The body did not arrive within {body_timeout_s:g} s."
     _write_error_page(
         path.with_name("late-body.http"),
         ("HTTP/1.1 408 Request Timeout",),
-        {"message": message} | _LATE_BODY,
+        {
+            "message": f"The body did not arrive within {body_timeout_s:g} s.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "request_timeout",
+        },
     )
     tls = "" if pem is None else _TLS.replace("{pem}", str(write_pem(path.parent, pem)))
     values = {
@@ -278,7 +277,9 @@ def write_haproxy_wrapper(
         "drop_odd_ids": _DROP_ODD_IDS,
         "json_errors": _JSON_ERRORS,
         "no_backend": _NO_BACKEND,
-        "keep_body": _KEEP_BODY.format(body_ms=round(body_timeout_s * 1000)),
+        "keep_body": _KEEP_BODY.format(
+            body_ms=max(1, round(1000 * min(body_timeout_s, _LONGEST_BODY_S)))
+        ),
         "tls": tls,
     }
     wrapper = _HAPROXY_WRAPPER

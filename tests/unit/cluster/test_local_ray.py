@@ -166,6 +166,17 @@ def test_haproxy_sends_a_hung_gateway_nothing_after_three_failed_checks(tmp_path
     assert 2.0 < noticed_s < 7.0
 
 
+@pytest.mark.parametrize("body_timeout_s", [1e-6, 1e12, float("inf")])
+def test_haproxy_accepts_any_time_for_bodies(tmp_path: Path, body_timeout_s: float) -> None:
+    wrapper, config = tmp_path / "haproxy", tmp_path / "c.cfg"
+    config.write_text(retrying(free_port(), ""))
+    write_haproxy_wrapper(wrapper, body_timeout_s=body_timeout_s)
+
+    checked = subprocess.run([str(wrapper), "-c", "-f", str(config)], capture_output=True)
+
+    assert checked.returncode == 0, checked.stderr
+
+
 def test_a_late_body_gets_an_openai_error(tmp_path: Path) -> None:
     wrapper, config, port = tmp_path / "haproxy", tmp_path / "c.cfg", free_port()
     write_haproxy_wrapper(wrapper, body_timeout_s=0.5)
