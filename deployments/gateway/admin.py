@@ -6,7 +6,7 @@ A key's secret is in one answer at most, that to its creation, and only if the s
 import json
 import uuid
 from collections.abc import Mapping
-from datetime import date, timedelta
+from datetime import date
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -131,7 +131,7 @@ class Admin:
                     f"Unknown parameter `{name}`; known: from, to, key, model", param=name
                 )
         last = _day(parameters, "to") or utc_now().date()
-        first = _day(parameters, "from") or last - timedelta(days=_DAYS - 1)
+        first = _day(parameters, "from") or _days_before(last, _DAYS - 1)
         if first > last:
             raise RequestError(f"`from` is {first}, after `to`, which is {last}", param="from")
         if (last - first).days >= _MAX_DAYS:
@@ -188,6 +188,11 @@ def _day(parameters: Mapping[str, str], name: str) -> date | None:
         raise RequestError(
             f"`{name}` must be a day such as 2026-11-23, got {given!r}", param=name
         ) from None
+
+
+def _days_before(day: date, days: int) -> date:
+    """Return the day so many days earlier, or the first one that a `date` can be."""
+    return date.fromordinal(max(day.toordinal() - days, date.min.toordinal()))
 
 
 def _json(status: int, body: dict[str, Any]) -> AnswerStart:

@@ -202,6 +202,26 @@ async def test_usage_is_reported_by_day_key_and_model(tmp_path: Path) -> None:
     await served.close()
 
 
+@pytest.mark.parametrize(
+    ("days", "first", "last"),
+    [
+        ("to=2026-03-31", "2026-03-02", "2026-03-31"),
+        ("to=0001-01-05", "0001-01-01", "0001-01-05"),
+        ("from=9999-12-31&to=9999-12-31", "9999-12-31", "9999-12-31"),
+    ],
+)
+async def test_a_report_ends_where_the_calendar_does(
+    days: str, first: str, last: str, tmp_path: Path
+) -> None:
+    served = gateway(tmp_path, key("bob"))
+
+    answer = await client_of(served).get(f"/admin/usage?{days}", headers=ADMIN)
+
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["from"], answer.json()["to"]) == (first, last)
+    await served.close()
+
+
 async def test_a_key_over_its_budget_or_expired_is_refused(tmp_path: Path) -> None:
     old = key("old", expires_at="2026-01-01T00:00:00Z")
     served = gateway(tmp_path, key("bob", tokens_per_day=80), old)
