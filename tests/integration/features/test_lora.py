@@ -33,6 +33,14 @@ class LoraAnswer:
     logprobs: tuple[float, ...]
 
 
+def answers_and_counts(
+    engine: OfflineEngine, adapters: list[str | None]
+) -> tuple[list[LoraAnswer], dict[str, int]]:
+    found, _ = answers(engine, adapters)
+    (counts,) = engine.llm.collective_rpc("family_counts")
+    return found, counts
+
+
 def answers(
     engine: OfflineEngine, adapters: list[str | None]
 ) -> tuple[list[LoraAnswer], dict[str, Any]]:
@@ -109,6 +117,23 @@ def test_an_unmerged_adapter_answers_like_the_merged_model_beside_its_base(
     assert not any(each.forks for each in base)
     assert all(one.text != other.text for one, other in zip(base[:3], adapted[:3], strict=True))
     assert state["free_blocks"] == state["kv_blocks"]
+
+
+def test_family_attention_changes_no_answer_of_an_adapter_or_its_base(adapter: Adapter) -> None:
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    apar: dict[str, Any] = {"enabled": False, "adapters": {"adapter": True}}
+    adapters = [None, str(adapter.adapter)]
+    expected, _ = asked(adapter.base, *adapters, **lora, additional_config={"apar": apar})
+    apar |= {"attention": "family", "family": {"min_prefix_blocks": 1}}
+    engine = EngineProcess(model=str(adapter.base), **lora, additional_config={"apar": apar})
+    try:
+        found, counts = engine.call(answers_and_counts, adapters)
+    finally:
+        engine.close()
+
+    assert [each.text for each in found] == [each.text for each in expected]
+    assert sum(each.forks for each in found) >= 8
+    assert counts["saved_blocks"] > 0
 
 
 def test_vllm_refuses_an_adapter_that_keeps_rows_as_peft_does(

@@ -34,7 +34,10 @@ WAYS: dict[str, dict[str, Any]] = {
         "compilation_config": {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "eager"},
     },
 }
-NUM_RANKS = {"tensor": 1, "data": 2, "pipeline": 1}
+# The embedded model's prompts are short, so that blocks of 32 tokens have short prefixes.
+FAMILY = {"apar": {"attention": "family", "family": {"min_prefix_blocks": 1}}}
+WAYS["tensor, family attention"] = WAYS["tensor"] | {"additional_config": FAMILY}
+NUM_RANKS = {"tensor": 1, "tensor, family attention": 1, "data": 2, "pipeline": 1}
 FORKS_BEFORE_ABORT = 3
 IDLE_S = 60.0
 
@@ -135,6 +138,7 @@ async def test_answers_are_those_of_one_process_and_aborts_leave_nothing(
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         states = await idle_states(engine)
         again = await answer(engine, 0, "again")
+        counts = await engine.collective_rpc("family_counts") if "family" in way else []
 
     assert found == expected
     assert sum(forks for _, forks in found[:6]) >= 15
@@ -146,6 +150,9 @@ async def test_answers_are_those_of_one_process_and_aborts_leave_nothing(
     for state, then in zip(states, before, strict=True):
         assert state["free_blocks"] == state["kv_blocks"] > 0
         assert then > 0
+    # Of each worker.
+    assert len(counts) == (2 if "family" in way else 0)
+    assert all(each["saved_blocks"] > 0 and each == counts[0] for each in counts)
 
 
 async def test_a_pipeline_that_vllm_cannot_run_is_refused_before_it_starts() -> None:
