@@ -15,6 +15,7 @@ import pytest
 from tests.fakes.tagged_streams import TaggedReader
 from tests.integration.serving.apar_process import TOKEN, Server, authorization
 from tests.integration.serving.killed_streams import Victims
+from tests.integration.serving.shared_server import wait_for_a_new_minute
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -162,6 +163,7 @@ def test_anthropics_client_creates_streams_and_counts_messages(server: Server) -
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 def test_rates_and_limits_of_a_key_hold_in_each_api(server: Server, path: str) -> None:
     long = server.post(path, token="short", json=asked(path))
+    wait_for_a_new_minute()
     many = [server.post(path, token="once", json=asked(path)) for _ in range(2)]
 
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -18,6 +18,7 @@ from tests.integration.serving.load_clients import (
     texts,
     under_load,
 )
+from tests.integration.serving.shared_server import wait_for_a_new_minute
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LONG: dict[str, Any] = {
@@ -140,8 +141,7 @@ async def test_limits_hold_over_two_gateways(tmp_path: Any) -> None:
                 answer = await client.post("/v1/chat/completions", json=body, headers=headers)
                 return answer.status_code
 
-            # The rate's window must not roll meanwhile.
-            await until(lambda: time.time() % 60 < 40, 30)
+            wait_for_a_new_minute()
             statuses = await asyncio.gather(*(ask("slow") for _ in range(20)))
             assert sorted(statuses) == [200] * 10 + [429] * 10
 

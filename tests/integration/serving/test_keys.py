@@ -2,14 +2,12 @@
 
 import base64
 import json
-import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from deployments.gateway.rate_limits import WINDOW_S
 from tests.integration.serving.apar_process import Server
 from tests.integration.serving.serve_and_look import SHOWN
 from tests.integration.serving.shared_server import (
@@ -19,11 +17,10 @@ from tests.integration.serving.shared_server import (
     SECRETS,
     SharedServer,
     key,
+    wait_for_a_new_minute,
 )
 
 pytestmark = pytest.mark.cluster
-# Rates are counted by the minute; the requests of a test must fall into one.
-MINUTE_LEFT_S = 12.0
 LIST_PROMPT = "Give me 5 tips for sleeping well."
 # Fills several blocks of the cache, so that its first blocks can be found again.
 LONG_PROMPT = "Tell me about the weather of the mountains in the winter. " * 12
@@ -36,13 +33,6 @@ def ask(client: openai.OpenAI, prompt: str = LIST_PROMPT, **fields: Any) -> Any:
         temperature=0,
         **({"max_tokens": 40} | fields),
     )
-
-
-def wait_for_a_new_minute() -> None:
-    """Wait if this minute is nearly over: the limit of the next one would count anew."""
-    left_s = WINDOW_S - time.time() % WINDOW_S
-    if left_s < MINUTE_LEFT_S:
-        time.sleep(left_s)
 
 
 def test_a_missing_or_wrong_key_is_refused(server: Server) -> None:

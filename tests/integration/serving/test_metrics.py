@@ -24,6 +24,7 @@ from tests.integration.serving.metrics_reading import (
     read_at_rest,
     read_when,
 )
+from tests.integration.serving.shared_server import wait_for_a_new_minute
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -228,6 +229,7 @@ def test_the_engine_adds_up_to_what_it_says_of_itself(server: Server, page_url: 
 
 def test_every_refusal_has_its_reason_and_its_key_class(server: Server, page_url: str) -> None:
     names = ("reason", "key_class")
+    wait_for_a_new_minute()
     before = read_at_rest(page_url)
     outcomes_before = before.by(catalogue.REQUESTS, "model", "outcome")
 

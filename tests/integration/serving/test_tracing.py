@@ -24,7 +24,7 @@ from tests.integration.serving.apar_process import (
     serving,
 )
 from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims
-from tests.integration.serving.shared_server import SharedServer
+from tests.integration.serving.shared_server import SharedServer, wait_for_a_new_minute
 
 pytestmark = pytest.mark.cluster
 
@@ -250,6 +250,7 @@ def test_waiting_and_being_refused_can_be_seen(narrow: Traced) -> None:
 def test_a_refused_request_is_a_trace_of_its_ingress(
     traced: Traced, key: str, status: int, code: str
 ) -> None:
+    wait_for_a_new_minute()
     answer, request_id = traced.ask(key)
     if status == 429:
         answer, request_id = traced.ask(key)

@@ -19,7 +19,7 @@ from tests.integration.serving.browser import (
     web_page,
 )
 from tests.integration.serving.killed_streams import Victims
-from tests.integration.serving.shared_server import MODEL, SharedServer
+from tests.integration.serving.shared_server import MODEL, SharedServer, wait_for_a_new_minute
 
 # A browser that shares its cores with other tests misses frames: `.ci/run` runs these tests alone.
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs("chromium")]
@@ -161,6 +161,7 @@ def test_an_ordered_stream_is_one_text(page: WebPage, server: Server) -> None:
 
 
 def test_refusals_say_what_to_do(page: WebPage) -> None:
+    wait_for_a_new_minute()
     page.open("once")  # The list of models was its one request in a minute.
     page.ask(GUITAR)
     page.wait("failed")
