@@ -41,9 +41,11 @@ class KeyConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Owner of the key, as shown in logs and metrics. Keys with the same name share "
-        "their limits.",
+        # Clients resolve a path that ends with `.` or `..`, and could not revoke such a key.
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$",
+        description="Owner of the key, as shown in logs and metrics: up to 64 letters, digits, "
+        "`_`, `-` and, but for the first character, `.`. Keys with the same name share their "
+        "limits.",
     )
     hash: str = Field(
         description="SHA-256 hash of the key: `sha256:` and 64 hex digits, as `apar keys hash` "

@@ -121,6 +121,7 @@ async def test_a_client_may_send_the_hash_of_a_key_that_it_made(tmp_path: Path) 
     ("method", "path", "body", "status", "code", "named"),
     [
         ("POST", "keys", {"name": "two words"}, 400, None, "name"),
+        ("POST", "keys", {"name": ".."}, 400, None, "name"),
         ("POST", "keys", {"name": "a", "tokens_per_day": 0}, 400, None, "tokens_per_day"),
         ("POST", "keys", {"name": "a", "colour": 1}, 400, None, "colour"),
         ("POST", "keys", {"name": "a", "expires_at": "2027-01-01T00:00:00"}, 400, None, "time"),
