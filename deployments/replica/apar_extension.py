@@ -48,6 +48,7 @@ _CHUNK, _CHUNK_END = b"data: {", b"}\n\n"
 _NAMED = b"event: "
 # Deltas of Anthropic's content blocks; there are also signatures.
 _TEXTS = ("text_delta", "thinking_delta", "input_json_delta")
+_TOOL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _NUMBER_LIMIT = 2**63
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -206,18 +207,28 @@ def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
             raise RequestError(f"`{field}` is out of range: {value}", param=field)
 
 
-def join_parts(items: object) -> None:
-    """Join the parts of each assistant's message in the input of a response, in place.
+def simplify_items(items: object) -> None:
+    """Bring the input of a response into forms that vLLM 0.32 reads, in place.
 
-    vLLM 0.32 reads the first part only, and fails without any.
+    Of an assistant's message it reads the first part only, and fails without any: the parts become
+    one text. An item with an id may be parsed as one of vLLM's own answers, whose text or parts are
+    then not understood: a message of text, and a tool's output in parts, lose their ids.
     """
     for item in items if isinstance(items, list) else ():
-        if isinstance(item, dict) and item.get("role") == "assistant":
+        if not isinstance(item, dict):
+            continue
+        if item.get("role") == "assistant":
             parts = item.get("content")
             if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
                 texts = [part.get("text", part.get("refusal", "")) for part in parts]
                 if all(isinstance(text, str) for text in texts):
                     item["content"] = "".join(texts)
+            has_other_form = isinstance(item.get("content"), str)
+        else:
+            is_tools = item.get("type") in _TOOL_OUTPUTS
+            has_other_form = is_tools and isinstance(item.get("output"), list)
+        if has_other_form and isinstance(item.get("id"), str):
+            del item["id"]
 
 
 def translate(
@@ -334,7 +345,7 @@ class AparExtension:
         if route.form is AnswerForm.RESPONSES:
             # vLLM reads this id from the body only, and numbers its requests to the engine.
             body["request_id"] = engine_id.rpartition("_")[0]
-            join_parts(body.get("input"))
+            simplify_items(body.get("input"))
             changed = True
         return json.dumps(body).encode() if changed else raw, tagged
 

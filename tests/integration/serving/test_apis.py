@@ -134,6 +134,23 @@ def test_openais_client_creates_and_streams_responses(server: Server) -> None:
         client.responses.cancel(whole.id)
 
 
+def test_output_that_a_client_sends_back_is_a_turn_of_the_conversation(server: Server) -> None:
+    client = server.openai()
+    last: Any = {"role": "user", "content": "Thanks. Give me 2 tips for learning guitar."}
+
+    first = client.responses.create(**asked(RESPONSES))
+    turns: list[Any] = [{"role": "user", "content": PROMPT}, *first.output, last]
+    dumped = [*turns[:1], *(item.model_dump() for item in first.output), last]
+    found = [client.responses.create(**asked(RESPONSES, input=each)) for each in (turns, dumped)]
+
+    answer = {"role": "assistant", "content": first.output_text}
+    expected = chat(server, messages=[turns[0], answer, last])
+    for each in found:
+        assert each.output_text == expected["choices"][0]["message"]["content"]
+        assert each.usage is not None
+        assert each.usage.input_tokens == expected["usage"]["prompt_tokens"]
+
+
 def test_anthropics_client_creates_streams_and_counts_messages(server: Server) -> None:
     client = claude(server)
 

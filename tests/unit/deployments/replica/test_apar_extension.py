@@ -458,3 +458,27 @@ async def test_all_parts_of_an_assistants_message_are_read(content: Any, joined:
     _, app = await named_stream(RESPONSES, input=[item, 7, {"role": "user", "content": []}])
 
     assert app.body["input"] == [item | {"content": joined}, 7, {"role": "user", "content": []}]
+
+
+OUTPUTS = [{"type": "input_text", "text": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("item", "is_kept"),
+    [
+        ({"role": "assistant", "content": "a"}, False),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a"}]}, True),
+        ({"type": "function_call_output", "call_id": "c", "output": OUTPUTS}, False),
+        ({"type": "custom_tool_call_output", "call_id": "c", "output": OUTPUTS}, False),
+        ({"type": "function_call_output", "call_id": "c", "output": "a"}, True),
+        ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, True),
+    ],
+)
+async def test_items_that_vllm_would_take_for_its_own_lose_their_ids(
+    item: dict[str, Any], is_kept: bool
+) -> None:
+    own = {"status": "completed", "created_by": None}
+
+    _, app = await named_stream(RESPONSES, input=[item | own | {"id": "i"}, item | {"id": 5}])
+
+    assert app.body["input"] == [item | own | ({"id": "i"} if is_kept else {}), item | {"id": 5}]
