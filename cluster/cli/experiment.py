@@ -365,7 +365,7 @@ def family_attention(
         CommaList[int] | None,
         list_option(
             help="Numbers of concurrent requests in closed loops.",
-            default="1,8,32,128",
+            default="1,8,32,128,350",
             item=int,
             minimum=1,
         ),

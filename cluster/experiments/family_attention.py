@@ -86,7 +86,7 @@ class FamilyAttentionSettings(BaseModel):
     max_tokens: PositiveInt = 2048
     max_requests: PositiveInt | None = None
     kv_shares: KvShares = Field((0.1, 0.3, 0.5, 0.9), min_length=1)
-    concurrencies: tuple[PositiveInt, ...] = (1, 8, 32, 128)
+    concurrencies: tuple[PositiveInt, ...] = (1, 8, 32, 128, 350)
     closed_kv_tokens: PositiveInt = Field(
         98_304, description="KV cache of closed loops, on every engine whose own is as large."
     )
