@@ -149,6 +149,7 @@ def test_vllms_medusa_method_takes_the_shipped_heads_and_forks_as_without(
     assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
 
 
+@pytest.mark.slow
 def test_vllms_medusa_method_takes_the_folder_of_the_shipped_heads_as_it_is() -> None:
     run = run_engine(
         dtype="bfloat16",

@@ -24,7 +24,7 @@ from tests.integration.serving.shared_server import SharedServer
 # The last tests of the shared server.
 pytestmark = pytest.mark.cluster
 LONG = chat("Give me 5 tips for sleeping well.", "apar-tiny") | {
-    "max_tokens": 1900,
+    "max_tokens": 1200,
     "ignore_eos": True,
     "stream": True,
 }
