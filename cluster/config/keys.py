@@ -41,11 +41,10 @@ class KeyConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(
-        # Clients resolve a path that ends with `.` or `..`, and could not revoke such a key.
+        # HTTP clients drop `.` and `..` from a path, so `DELETE /admin/keys/..` names no key.
         pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$",
-        description="Owner of the key, as shown in logs and metrics: up to 64 letters, digits, "
-        "`_`, `-` and, but for the first character, `.`. Keys with the same name share their "
-        "limits.",
+        description="Owner of the key, as shown in logs and metrics. Keys with the same name share "
+        "their limits. Up to 64 letters, digits, `_`, `-` and `.`, not beginning with `.`.",
     )
     hash: str = Field(
         description="SHA-256 hash of the key: `sha256:` and 64 hex digits, as `apar keys hash` "

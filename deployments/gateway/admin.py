@@ -191,7 +191,7 @@ def _day(parameters: Mapping[str, str], name: str) -> date | None:
 
 
 def _days_before(day: date, days: int) -> date:
-    """Return the day so many days earlier, or the first one that a `date` can be."""
+    """Return the date this many days before `day`, but not before `date.min`."""
     return date.fromordinal(max(day.toordinal() - days, date.min.toordinal()))
 
 

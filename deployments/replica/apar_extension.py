@@ -208,11 +208,11 @@ def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
 
 
 def simplify_items(items: object) -> None:
-    """Bring the input of a response into forms that vLLM 0.32 reads, in place.
+    """Rewrite the items of a response's input that vLLM 0.32 misreads, in place.
 
-    Of an assistant's message it reads the first part only, and fails without any: the parts become
-    one text. An item with an id may be parsed as one of vLLM's own answers, whose text or parts are
-    then not understood: a message of text, and a tool's output in parts, lose their ids.
+    vLLM reads only the first part of an assistant's message, and fails if there is none, so the
+    parts are joined to one string. An `id` makes vLLM parse such a message, and a tool's output in
+    parts, as a type that it then refuses or fails on. It has no other effect and is removed.
     """
     for item in items if isinstance(items, list) else ():
         if not isinstance(item, dict):
@@ -223,11 +223,11 @@ def simplify_items(items: object) -> None:
                 texts = [part.get("text", part.get("refusal", "")) for part in parts]
                 if all(isinstance(text, str) for text in texts):
                     item["content"] = "".join(texts)
-            has_other_form = isinstance(item.get("content"), str)
+            is_misread = isinstance(item.get("content"), str)
         else:
-            is_tools = item.get("type") in _TOOL_OUTPUTS
-            has_other_form = is_tools and isinstance(item.get("output"), list)
-        if has_other_form and isinstance(item.get("id"), str):
+            is_tool_output = item.get("type") in _TOOL_OUTPUTS
+            is_misread = is_tool_output and isinstance(item.get("output"), list)
+        if is_misread and isinstance(item.get("id"), str):
             del item["id"]
 
 
