@@ -1,6 +1,7 @@
 """LoRA adapters beside their base model, without merging."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,6 @@ class LoraAnswer:
     forks: int
     # Log-probability of each token of the text.
     logprobs: tuple[float, ...]
-
-
-def answers_and_counts(
-    engine: OfflineEngine, adapters: list[str | None]
-) -> tuple[list[LoraAnswer], dict[str, int]]:
-    found, _ = answers(engine, adapters)
-    (counts,) = engine.llm.collective_rpc("family_counts")
-    return found, counts
 
 
 def answers(
@@ -72,14 +65,27 @@ def answers(
     return found, core_state(engine.scheduler)
 
 
+def answers_and_counts(
+    engine: OfflineEngine, adapters: list[str | None]
+) -> tuple[list[LoraAnswer], dict[str, Any]]:
+    """Answers as of `answers`, and the worker's counts of families."""
+    found, _ = answers(engine, adapters)
+    (counts,) = engine.llm.collective_rpc("family_counts")
+    return found, counts
+
+
 def asked(
-    model: Path, *adapters: str | None, again: bool = False, **arguments: Any
+    model: Path,
+    *adapters: str | None,
+    ask: Callable[..., tuple[list[LoraAnswer], dict[str, Any]]] = answers,
+    again: bool = False,
+    **arguments: Any,
 ) -> tuple[list[LoraAnswer], dict[str, Any]]:
     engine = EngineProcess(model=str(model), **arguments)
     try:
         if again:
-            engine.call(answers, list(adapters))
-        return engine.call(answers, list(adapters))
+            engine.call(ask, list(adapters))
+        return engine.call(ask, list(adapters))
     finally:
         engine.close()
 
@@ -125,11 +131,8 @@ def test_family_attention_changes_no_answer_of_an_adapter_or_its_base(adapter: A
     adapters = [None, str(adapter.adapter)]
     expected, _ = asked(adapter.base, *adapters, **lora, additional_config={"apar": apar})
     apar |= {"attention": "family", "family": {"min_prefix_blocks": 1}}
-    engine = EngineProcess(model=str(adapter.base), **lora, additional_config={"apar": apar})
-    try:
-        found, counts = engine.call(answers_and_counts, adapters)
-    finally:
-        engine.close()
+    lora["additional_config"] = {"apar": apar}
+    found, counts = asked(adapter.base, *adapters, ask=answers_and_counts, **lora)
 
     assert [each.text for each in found] == [each.text for each in expected]
     assert sum(each.forks for each in found) >= 8
