@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -82,6 +83,20 @@ PRESETS = {
     "apar-7b": Preset(path="THUDM/apar-7b", max_concurrency=350, engine={"max_model_len": 2048}),
     "apar-13b": Preset(path="THUDM/apar-13b", max_concurrency=180, engine={"max_model_len": 2048}),
 }
+
+
+def multiplies_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether PyTorch has fast matrix products of bfloat16 on this CPU.
+
+    They need AVX-512, or `bf16` on Arm. Elsewhere PyTorch computes one dot product after the other,
+    so that a step takes longer with each row. Unknown CPUs count as fast.
+    """
+    with suppress(OSError):
+        for line in cpu_info.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return not {"avx512bw", "avx_ne_convert", "bf16"}.isdisjoint(value.split())
+    return True
 
 
 def model_path(name: str) -> str:

@@ -14,7 +14,7 @@ from ray import serve
 from apar_core.engine.replay import REPLAY
 from apar_core.scheduler.row_limits import largest_graph
 from cluster.config import ClusterConfig
-from cluster.config.model import ModelConfig
+from cluster.config.model import ModelConfig, multiplies_bfloat16
 from cluster.local_ray import APPLICATION_FLAGS
 from deployments.app.autoscaling import gateway_autoscaling, model_autoscaling
 from deployments.app.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
@@ -76,6 +76,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "distributed_executor_backend": "mp" if is_split else "uni",
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
+        if model.preset.is_embedded and not multiplies_bfloat16():
+            arguments["dtype"] = "float32"
         # On a CPU, torch.compile runs a C++ compiler, which the image for CPUs does not have.
         if shutil.which(os.environ.get("CXX") or "g++") is None:
             arguments["enforce_eager"] = True

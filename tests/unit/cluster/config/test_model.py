@@ -10,7 +10,13 @@ from pydantic import ValidationError
 from apar_core.scheduler.fork_settings import ForkSettings
 from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.files import ConfigError
-from cluster.config.model import MAX_THREADS, ForkLimits, ModelConfig, PromptChainConfig
+from cluster.config.model import (
+    MAX_THREADS,
+    ForkLimits,
+    ModelConfig,
+    PromptChainConfig,
+    multiplies_bfloat16,
+)
 
 
 @pytest.mark.parametrize(
@@ -213,3 +219,25 @@ def test_thresholds_of_families_need_family_attention() -> None:
         ModelConfig.model_validate({"family": {"min_rows": 3}})
     with pytest.raises(ValidationError, match="min_rows"):
         ModelConfig.model_validate({"attention": "family", "family": {"min_rows": 1}})
+
+
+@pytest.mark.parametrize(
+    ("cpu_info", "is_fast"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx2 bmi2\n", False),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw avx512vl\n", True),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx_vnni avx_ne_convert\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", True),
+        ("processor\t: 0\n", True),
+        (None, True),
+    ],
+)
+def test_products_of_bfloat16_are_fast_on_some_cpus(
+    cpu_info: str | None, is_fast: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if cpu_info is not None:
+        file.write_text(cpu_info)
+
+    assert multiplies_bfloat16(file) is is_fast

@@ -19,6 +19,7 @@ from apar_core.scheduler.fork_settings import fork_settings
 from cluster.config import ClusterConfig
 from cluster.config.model import ForkLimits, ModelConfig, PromptChainConfig
 from cluster.local_ray import APPLICATION_FLAGS
+from deployments.app import application
 from deployments.app.application import (
     build_application,
     engine_arguments,
@@ -303,3 +304,18 @@ def test_family_attention_and_its_thresholds_reach_the_engine() -> None:
     assert (read.attention, read.family) == ("family", FamilySettings(min_prefix_blocks=8))
     assert "additional_config" not in plain
     assert arguments == plain
+
+
+def test_embedded_models_use_float32_where_bfloat16_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(application, "multiplies_bfloat16", lambda: False)
+
+    assert engine_arguments(ModelConfig(), on_gpu=False)["dtype"] == "float32"
+    mine = ModelConfig(engine={"dtype": "bfloat16"})
+    assert engine_arguments(mine, on_gpu=False)["dtype"] == "bfloat16"
+    assert "dtype" not in engine_arguments(ModelConfig(), on_gpu=True)
+    # Twice the memory may be too much for a large checkpoint.
+    assert "dtype" not in engine_arguments(ModelConfig(checkpoint="org/model"), on_gpu=False)
+    monkeypatch.setattr(application, "multiplies_bfloat16", lambda: True)
+    assert "dtype" not in engine_arguments(ModelConfig(), on_gpu=False)
