@@ -6,6 +6,7 @@ A Ray upgrade that changes one of them fails here. No cluster is started.
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import grpc
 import pytest
 import ray
+import uvicorn
 from ray import _raylet, serve
 from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray.core.generated import autoscaler_pb2, gcs_pb2
-from ray.dashboard.modules.reporter import reporter_agent
+from ray.dashboard.modules.reporter import reporter_agent, reporter_consts
 from ray.experimental import internal_kv
 from ray.serve import _private as serve_private
 from ray.serve._private import cluster_node_info_cache, http_util
@@ -47,9 +49,11 @@ from ray.serve.context import ReplicaContext
 from ray.serve.deployment import Deployment
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from cluster.client_headers import STEERING_HEADERS, middlewares
-from cluster.local_ray import SERVE_FLAGS, serve_environment
+from cluster.local_ray import _UNNEEDED, SERVE_FLAGS, serve_environment
 from cluster.serve_controller import GCS_TIMEOUT_S
 from deployments.relay.replica_calls import TOO_LARGE
 from deployments.routing.ray_router import ThreadRequestRouter
@@ -74,9 +78,14 @@ def test_ray_starts_its_processes_through_a_popen_that_we_replace() -> None:
     assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
 
 
-def test_ray_starts_its_log_monitor_through_a_method_that_we_replace() -> None:
-    assert "self.start_log_monitor()" in inspect.getsource(Node.start_ray_processes)
-    assert inspect.signature(Node.start_log_monitor).parameters.keys() == {"self"}
+def test_ray_starts_what_we_do_without_through_methods_that_we_replace() -> None:
+    started = inspect.getsource(Node.start_ray_processes)
+    started += inspect.getsource(Node.start_head_processes)
+
+    for name in _UNNEEDED:
+        assert f"self.{name}(" in started
+        given = list(inspect.signature(getattr(Node, name)).parameters.values())[1:]
+        assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in given)
 
 
 @pytest.mark.parametrize(
@@ -344,8 +353,27 @@ def test_rays_agent_listens_on_loopback_if_its_node_does() -> None:
 
 def test_rays_core_knows_the_settings_that_we_set() -> None:
     core = (RAY / "_raylet.so").read_bytes()
+    names = [
+        name for name in serve_environment(Path("/tmp/x")) if re.fullmatch("RAY_[a-z_]+", name)
+    ]
 
-    assert b"enable_metrics_collection" in core
+    assert len(names) > 5
+    assert [name for name in names if name.encode() not in core] == []
+    assert "REPORTER_UPDATE_INTERVAL_MS" in inspect.getsource(reporter_consts)
+
+
+def test_uvicorn_hands_out_the_request_whose_answer_it_sends() -> None:
+    cycle = inspect.getsource(RequestResponseCycle)
+
+    assert "result = await app(" in cycle
+    assert "self.scope, self.receive, self.send" in cycle
+    # All that it does with its transport; `HeadWithBody` stands in for it.
+    assert set(re.findall(r"self\.transport\.(\w+)\(", cycle)) == {"write", "close", "is_closing"}
+    assert "if self.disconnected or self.response_complete:" in cycle
+    # When it stops, it waits for the requests that are inside.
+    assert "self.server_state.tasks" in inspect.getsource(uvicorn.Server.shutdown)
+    # Nothing but our middleware stands between uvicorn's `send` and the shortcut.
+    assert "self.app(scope, receive, send)" in inspect.getsource(ProxyHeadersMiddleware.__call__)
 
 
 def test_replicas_are_actors_in_serves_namespace() -> None:
