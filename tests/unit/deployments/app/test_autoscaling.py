@@ -10,6 +10,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
 from cluster.autoscaling import ReplicaReport
+from cluster.config import ClusterConfig
 from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.model import ModelConfig
 from deployments.app.autoscaling import (
@@ -79,7 +80,9 @@ def test_requests_waiting_at_handles_and_in_gateways_count() -> None:
         name: {"one": count, "other": count}
         for name, count in gateway_report({"Replica-w": 2}).items()
     }
-    serialized = gateway_autoscaling().policy.get_serialized_policy_def()
+    reporting = gateway_autoscaling(ClusterConfig(models=(MODEL,)))
+    assert reporting is not None
+    serialized = reporting.policy.get_serialized_policy_def()
     unchanged, _ = cloudpickle.loads(serialized or b"")()(context("Gateway", 2, gateways))
 
     assert unchanged == 2

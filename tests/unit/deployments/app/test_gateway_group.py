@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from cluster.config import ClusterConfig
+from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.keys import KeyConfig, hash_of
 from cluster.config.limits import LimitsConfig
+from cluster.config.model import ModelConfig
 from deployments.app import gateway_group
 from deployments.app.autoscaling import gateway_autoscaling, num_nodes
 from deployments.app.gateway_group import GroupMember, SharedState
@@ -99,6 +102,14 @@ def test_the_number_of_gateways_is_fixed_or_follows_the_nodes() -> None:
     ]
 
     assert (num_nodes(nodes, None), num_nodes(nodes, "gateway")) == (2, 1)
-    fixed, followed = gateway_autoscaling(3), gateway_autoscaling("per-node")
+    scaled = ModelConfig(autoscaling=AutoscalingConfig(max_replicas=4))
+    fixed = gateway_autoscaling(ClusterConfig(gateways=3, models=(scaled,)))
+    followed = gateway_autoscaling(ClusterConfig(gateways="per-node"))
+    assert fixed is not None
     assert (fixed.min_replicas, fixed.max_replicas) == (3, 3)
+    assert followed is not None
     assert followed.max_replicas > 100
+
+
+def test_gateways_report_their_queues_only_if_a_model_needs_it() -> None:
+    assert gateway_autoscaling(ClusterConfig(gateways=3)) is None
