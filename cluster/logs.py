@@ -5,10 +5,10 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, TextIO
@@ -18,7 +18,7 @@ from cluster.config.logging import LoggingConfig
 
 PATTERN = "*.jsonl"
 _SUBFOLDER = "apar"
-_POLL_S = 0.2
+_POLL_S = 0.5
 
 
 def log_folder(config: LoggingConfig) -> Path:
@@ -108,6 +108,9 @@ _LOGGERS = ("apar_core", "cluster", "deployments")
 # Limit on all lines that wait for the disk, including the overhead of a record.
 _MAX_WAITING_CHARS = 32 * 2**20
 _RECORD_CHARS = 1024
+# Lines of this time are written at once, at most this many characters.
+_COLLECT_S = 0.1
+_BATCH_CHARS = 2**16
 # Time to wait for the last lines at exit.
 _CLOSE_S = 5.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -157,10 +160,10 @@ class _Backlog:
             self._num_chars += _size(line)
             return True
 
-    def written(self, line: str) -> int:
-        """Stop counting a written line. Returns the lines dropped, once none waits."""
+    def written(self, lines: Sequence[str]) -> int:
+        """Stop counting written lines. Returns the lines dropped, once none waits."""
         with self._lock:
-            self._num_chars -= _size(line)
+            self._num_chars -= sum(map(_size, lines))
             if self._num_chars:
                 return 0
             num_new = self.num_dropped - self._num_told
@@ -168,60 +171,88 @@ class _Backlog:
             return num_new
 
 
-class _LineQueueHandler(QueueHandler):
+class _LineQueueHandler(logging.Handler):
     """Queues formatted lines, without the objects that records refer to."""
 
-    def __init__(self, queue: SimpleQueue[logging.LogRecord], backlog: _Backlog) -> None:
-        super().__init__(queue)
+    def __init__(self, queue: SimpleQueue[str | None], backlog: _Backlog) -> None:
+        super().__init__()
         self.setFormatter(JsonFormatter())
+        self._queue = queue
         self._backlog = backlog
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Return a record with only the formatted line."""
-        return _line_record(record.levelno, self.format(record))
-
-    def enqueue(self, record: logging.LogRecord) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         """Queue a line, or count it as dropped."""
-        if self._backlog.add(record.msg):
-            super().enqueue(record)
+        try:
+            line = self.format(record)
+            if self._backlog.add(line):
+                self._queue.put(line)
+        except Exception:  # noqa: BLE001  # As in `logging`: a bad record must not end a request.
+            self.handleError(record)
 
 
-class _LineWriter(QueueListener):
-    """Writes queued lines in an executor of its own."""
+class _LineWriter:
+    """Writes queued lines in an executor of its own, those of a moment at once.
+
+    An executor that woke up for each line would take time from the event loop, which shares the
+    interpreter's lock with it.
+    """
 
     def __init__(
-        self, queue: SimpleQueue[logging.LogRecord], writer: logging.Handler, backlog: _Backlog
+        self, queue: SimpleQueue[str | None], file: RotatingFileHandler, backlog: _Backlog
     ) -> None:
-        super().__init__(queue, writer)
+        self._queue = queue
+        self._file = file
         self._backlog = backlog
-
-    def handle(self, record: logging.LogRecord) -> None:
-        """Write a line, and after the last waiting one the number of dropped lines."""
-        super().handle(record)
-        if num_dropped := self._backlog.written(record.msg):
-            facts: dict[str, Any] = {
-                "name": __name__,
-                "levelname": "ERROR",
-                "num_lines": num_dropped,
-            }
-            lost = logging.makeLogRecord(
-                facts | {"msg": "log lines dropped: the disk was too slow"}
-            )
-            super().handle(_line_record(logging.ERROR, JsonFormatter().format(lost)))
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Write the waiting lines, for at most `_CLOSE_S`."""
-        self.enqueue_sentinel()
-        thread: threading.Thread | None = self._thread
-        if thread is not None:
-            thread.join(_CLOSE_S)
-            if not thread.is_alive():
-                for handler in self.handlers:
-                    handler.close()
+        self._queue.put(None)
+        self._stopping.set()
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._file.close()
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            lines = [self._queue.get()]
+            self._stopping.wait(_COLLECT_S)
+            while not self._queue.empty():
+                lines.append(self._queue.get_nowait())
+            ended = None in lines
+            self._write([line for line in lines if line is not None])
+
+    def _write(self, lines: Sequence[str]) -> None:
+        """Write lines, and after the last waiting one the number of dropped lines."""
+        # A full file is exchanged between two batches, not within one.
+        most_chars = min(_BATCH_CHARS, self._file.maxBytes)
+        batch: list[str] = []
+        num_chars = 0
+        for line in lines:
+            if batch and num_chars + len(line) >= most_chars:
+                self._write_batch(batch)
+                batch, num_chars = [], 0
+            batch.append(line)
+            num_chars += len(line) + 1
+        if batch:
+            self._write_batch(batch)
+
+    def _write_batch(self, batch: Sequence[str]) -> None:
+        self._emit(logging.INFO, "\n".join(batch))
+        if num_dropped := self._backlog.written(batch):
+            self._emit(logging.ERROR, _loss(num_dropped))
+
+    def _emit(self, level: int, text: str) -> None:
+        self._file.handle(logging.LogRecord(__name__, level, "", 0, text, None, None))
 
 
-def _line_record(level: int, line: str) -> logging.LogRecord:
-    return logging.LogRecord(__name__, level, "", 0, line, None, None)
+def _loss(num_lines: int) -> str:
+    facts: dict[str, Any] = {"name": __name__, "levelname": "ERROR", "num_lines": num_lines}
+    event = "log lines dropped: the disk was too slow"
+    return JsonFormatter().format(logging.makeLogRecord(facts | {"msg": event}))
 
 
 def _size(line: str) -> int:
@@ -239,7 +270,7 @@ class ProcessLogs:
         self._process = process
         # One per folder: lines that wait for a slow disk must not fill the next folder's backlog.
         self._backlogs: list[_Backlog] = []
-        self._listener: _LineWriter | None = self._start(config)
+        self._writer: _LineWriter | None = self._start(config)
         atexit.register(self.close)
 
     @property
@@ -249,7 +280,7 @@ class ProcessLogs:
 
     def configure(self, config: LoggingConfig) -> None:
         """Apply new settings; lines in the queue still go to the old folder."""
-        old, self._listener = self._listener, self._start(config)
+        old, self._writer = self._writer, self._start(config)
         if old is not None:
             old.stop()
 
@@ -258,14 +289,14 @@ class ProcessLogs:
         atexit.unregister(self.close)
         for name in _LOGGERS:
             logging.getLogger(name).handlers = []
-        old, self._listener = self._listener, None
+        old, self._writer = self._writer, None
         if old is not None:
             old.stop()
 
     def _start(self, config: LoggingConfig) -> _LineWriter:
         folder = log_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
-        writer = RotatingFileHandler(
+        file = RotatingFileHandler(
             folder / f"{self._process}-{os.getpid()}.jsonl",
             maxBytes=int(config.max_file_mib * 2**20),
             backupCount=config.keep_files,
@@ -273,7 +304,7 @@ class ProcessLogs:
             # A lone surrogate is valid in JSON but not in UTF-8; `\\ud800` is valid JSON again.
             errors="backslashreplace",
         )
-        queue: SimpleQueue[logging.LogRecord] = SimpleQueue()
+        queue: SimpleQueue[str | None] = SimpleQueue()
         backlog = _Backlog()
         self._backlogs.append(backlog)
         handler = _LineQueueHandler(queue, backlog)
@@ -282,6 +313,4 @@ class ProcessLogs:
             logger.handlers = [handler]
             logger.setLevel(config.level)
             logger.propagate = False
-        listener = _LineWriter(queue, writer, backlog)
-        listener.start()
-        return listener
+        return _LineWriter(queue, file, backlog)
