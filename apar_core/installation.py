@@ -41,6 +41,7 @@ EXTRAS = {
     "transformers": "train",
     "triton": "cpu` or `gpu",
     "typer": "serve",
+    "uvicorn": "serve",
     "uvloop": "loadtest",
     "vllm": "cpu` or `gpu",
     "yaml": "serve",

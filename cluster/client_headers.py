@@ -1,7 +1,7 @@
-"""Middleware that removes request headers with which a client could control Ray Serve.
+"""Middleware in front of Ray Serve's own handling of HTTP requests.
 
-Ray Serve's HTTP servers (the gateway's, behind HAProxy, and the Python proxy) read these headers
-before the application sees the request:
+It removes request headers with which a client could control Ray Serve, whose HTTP servers (the
+gateway's, behind HAProxy, and the Python proxy) read them before the application sees the request:
 
 - `x-request-timeout-seconds` sets a timeout, after which Ray Serve answers a plain-text 408.
 - `x-request-disconnect-disabled` turns off the detection of disconnects, so that an abandoned
@@ -12,12 +12,24 @@ before the application sees the request:
 Ray Serve also reads the whole body of a request before the application asks for it. The body of a
 GET or HEAD request, which no route reads, is therefore dropped here.
 
+POST requests go to the gateway directly where it runs in this event loop, past Ray Serve's handling
+of a request: its context, its metrics, which nothing exports, and its counts. When a gateway stops,
+uvicorn still waits for them.
+
 Each process with such a server calls `middlewares`, which SERVE_FLAGS names.
 """
 
+import asyncio
+import uuid
+from typing import Any, cast
+
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+REQUEST_ID = b"x-request-id"
+IS_SHORT = "apar.shortcut"
+"""Key of the scope of a request that did not pass Ray Serve, which returns the ids of others."""
 STEERING_HEADERS = frozenset(
     {
         b"x-request-timeout-seconds",
@@ -42,7 +54,133 @@ class WithoutSteeringHeaders:
         ]
         if scope.get("method") in ("GET", "HEAD"):
             receive = _without_body(receive)
+        elif scope.get("method") == "POST" and SHORTCUT.is_open:
+            # Only uvicorn's own `send` tells whether the answer is complete.
+            cycle = getattr(send, "__self__", None)
+            if isinstance(cycle, RequestResponseCycle):
+                await SHORTCUT.serve({**scope, "headers": headers}, receive, cycle)
+                return
         await self._app({**scope, "headers": headers}, receive, send)
+
+
+class Shortcut:
+    """The way to the gateway of this process past Ray Serve, once the gateway has opened it.
+
+    Ray Serve makes the middleware and the gateway, so neither can be given the other.
+    """
+
+    def __init__(self) -> None:
+        self._app: ASGIApp | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self, app: ASGIApp) -> None:
+        """Serve requests of the running event loop with this application."""
+        self._app, self._loop = app, asyncio.get_running_loop()
+
+    def close(self) -> None:
+        """Let new requests go through Ray Serve."""
+        self._app = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the application can serve a request in the running event loop."""
+        return self._app is not None and self._loop is asyncio.get_running_loop()
+
+    async def serve(self, scope: Scope, receive: Receive, cycle: RequestResponseCycle) -> None:
+        """Serve a request, which is cancelled if its client leaves."""
+        assert self._app is not None
+        if all(name != REQUEST_ID for name, _ in scope["headers"]):
+            scope["headers"].append((REQUEST_ID, str(uuid.uuid4()).encode()))
+        # uvicorn only writes to it, and closes it.
+        cycle.transport = cast(asyncio.Transport, HeadWithBody(cycle.transport))
+        client = _Client(receive, cycle)
+        try:
+            await self._app({**scope, IS_SHORT: True}, client.receive, cast(Send, cycle.send))
+        except asyncio.CancelledError:
+            if not client.has_left:
+                raise
+        finally:
+            client.close()
+
+
+SHORTCUT = Shortcut()
+
+
+class _Client:
+    """The client of a request; cancels the current task if it leaves."""
+
+    def __init__(self, receive: Receive, cycle: RequestResponseCycle) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._receive = receive
+        self._cycle = cycle
+        self._departure: asyncio.Task[None] | None = None
+        self.has_left = False
+
+    async def receive(self) -> Message:
+        """Return the next message of the body; after the last one, watch for the disconnect."""
+        if self._departure is not None:
+            await self._departure
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._leave()
+            await asyncio.sleep(0)  # Cancelled here.
+        elif not message.get("more_body", False):
+            self._departure = asyncio.create_task(self._watch())
+        return message
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._departure is not None:
+            self._departure.cancel()
+
+    async def _watch(self) -> None:
+        # Further messages are no part of this request.
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        # uvicorn also says this when the answer is complete.
+        if not self._cycle.response_complete:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.has_left = True
+        self._task.cancel()
+
+
+class HeadWithBody:
+    """Transport of one answer that sends its head together with the first piece of its body.
+
+    uvicorn writes them one after the other. Each write is a packet, which wakes HAProxy and the
+    client. A head without a body is sent in the next turn of the event loop.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        # None before the first write, empty once it has been sent.
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        """Send data; hold the first for the second."""
+        if self._head is None:
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._send_head)
+        else:
+            data, self._head = self._head + data, b""
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Send what is held, and close the transport."""
+        self._send_head()
+        self._transport.close()
+
+    def _send_head(self) -> None:
+        if self._head:
+            self.write(b"")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def _without_body(receive: Receive) -> Receive:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -13,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apar_core.errors import AparError
+from cluster.client_headers import IS_SHORT, REQUEST_ID, SHORTCUT
 from cluster.config import ConfigError, problems_of
 from cluster.config.routing import RoutingSettings
 from cluster.logs import ProcessLogs
@@ -112,6 +114,7 @@ class GatewayIngress:
         self._group: GroupMember | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
+        SHORTCUT.open(self._cors)
         return self._cors
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -181,6 +184,7 @@ class GatewayIngress:
 
     async def close(self) -> None:
         """Refuse new requests."""
+        SHORTCUT.close()
         self._door.close()
 
     async def inside(self) -> int:
@@ -189,6 +193,7 @@ class GatewayIngress:
 
     async def cut(self) -> int:
         """End the remaining requests, each with an error; returns how many."""
+        SHORTCUT.close()
         return self._door.cut()
 
     # Ray Serve awaits this at shutdown.
@@ -261,7 +266,11 @@ class FrontDoor:
             if not self._tasks[task]:
                 raise
             task.uncancel()
-            await answer.end_with(answer_for(DrainingError()).in_form(form_of(scope["path"])))
+            error = answer_for(DrainingError()).in_form(form_of(scope["path"]))
+            if IS_SHORT in scope:
+                ids = (item for item in scope["headers"] if item[0] == REQUEST_ID)
+                error = replace(error, extra_headers=(*error.extra_headers, *ids))
+            await answer.end_with(error)
         finally:
             del self._tasks[task]
 
