@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from deployments.wire.answer import ends_answer
 from deployments.wire.frames import (
     ACCEPTED,
     END,
@@ -20,6 +21,7 @@ from deployments.wire.frames import (
     TOKEN_BYTES,
     Address,
     Call,
+    frame,
     read_frame,
     write_frame,
 )
@@ -114,7 +116,7 @@ class Listener:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise ConnectionAbortedError("the gateway has closed the connection")
-            answer.result()
+            last = answer.result()
         finally:
             for task in (answer, gone):
                 task.cancel()
@@ -124,15 +126,24 @@ class Listener:
             if not self._num_calls:
                 self._is_idle.set()
         # Only now: the gateway's next call must not go to `gone`.
-        write_frame(writer, END)
+        writer.write(last + frame(END))
         await writer.drain()
 
-    async def _answer(self, call: Call, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, call: Call, writer: asyncio.StreamWriter) -> bytes:
+        """Send the parts of an answer but the last one, which is returned as a frame.
+
+        It is sent with `END`: two packets would wake the gateway twice.
+        """
         parts = self._methods[call.method](call.request)
+        last = b""
         try:
             async for part in parts:
-                write_frame(writer, part)
-                await writer.drain()
+                if ends_answer(part):
+                    last = frame(part)
+                else:
+                    write_frame(writer, part)
+                    await writer.drain()
+            return last
         finally:
             # An abandoned generator would leave its request in the engine.
             if (close := getattr(parts, "aclose", None)) is not None:

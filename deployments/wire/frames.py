@@ -44,12 +44,17 @@ class Address(NamedTuple):
         return cls(host, int(port), token)
 
 
-def write_frame(writer: asyncio.StreamWriter, value: object) -> None:
-    """Write a frame into the connection's buffer. Raises ValueError above 4 GiB."""
+def frame(value: object) -> bytes:
+    """Return a frame. Raises ValueError above 4 GiB."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     if len(data) >= 1 << 32:
         raise ValueError(f"a frame has at most 4 GiB, not {len(data)} bytes")
-    writer.writelines((_LENGTH.pack(len(data)), data))
+    return _LENGTH.pack(len(data)) + data
+
+
+def write_frame(writer: asyncio.StreamWriter, value: object) -> None:
+    """Write a frame into the connection's buffer. Raises ValueError above 4 GiB."""
+    writer.write(frame(value))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:
