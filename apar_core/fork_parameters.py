@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from apar_core.tree.thread_names import ThreadPath
@@ -70,7 +70,8 @@ class ForkParameters:
 
     def to_extra_arg(self) -> dict[str, Any]:
         """Return the parameters as plain values for msgpack."""
-        return asdict(self)
+        # `asdict` would copy each tuple, in every request.
+        return {name: getattr(self, name) for name in _NAMES}
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> ForkParameters | None:
@@ -115,6 +116,9 @@ class ForkParameters:
         """Return how many of a thread's last tokens are text, not control or end tokens."""
         num_control = sum(map(self.is_control, token_ids))
         return len(token_ids) - num_control - self.ended_itself(token_ids, stopped=stopped)
+
+
+_NAMES = tuple(field.name for field in fields(ForkParameters))
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,7 @@ class GatewayMetrics:
                 recorder.declare(catalogue.CHARGED_TOKENS, **of, kind=kind)
 
 
-async def watch_lag(metrics: GatewayMetrics, period_s: float = 0.1) -> None:
+async def watch_lag(metrics: GatewayMetrics, period_s: float = 0.5) -> None:
     """Measure the delay of a timer in this event loop, for ever."""
     loop = asyncio.get_running_loop()
     while True:

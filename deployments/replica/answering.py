@@ -48,7 +48,7 @@ _MAX_UNANSWERED = 2
 # Period at which a request whose deadline has passed is ended again, until its answer has ended.
 _END_AGAIN_S = 0.05
 # Period of token counts while a whole answer is generated.
-PROGRESS_S = 0.5
+PROGRESS_S = 2.0
 
 
 class AnsweringEngine(Protocol):

@@ -93,6 +93,11 @@ class Router(ABC):
         Replicas in `avoid`, and those that have stopped reporting, are chosen only if no other
         has room.
         """
+        if len(self.table.slots) == 1:
+            ((only, slot),) = self.table.slots.items()
+            if self.table.room[slot] > 0:
+                self.decisions[Reason.ONLY_ONE] += 1
+                return only
         open_slots = self._preferred(np.flatnonzero(self.table.room > 0), avoid)
         if len(open_slots) == 0:
             self.decisions[Reason.FULL] += 1
