@@ -116,6 +116,9 @@ _CLOSE_S = 5.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+_ENCODER = json.JSONEncoder(default=str, ensure_ascii=False)
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object: time, level, logger, event and its `extra`."""
 
@@ -135,7 +138,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return _ENCODER.encode(line)
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
         """Return the time in ISO 8601, UTC, with milliseconds."""

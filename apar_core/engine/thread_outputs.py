@@ -113,7 +113,8 @@ class UnforkedThread:
         if self.follower is not None:
             self.follower.add(output)
         self._token_ids += output.new_token_ids
-        self._ended = _ended_itself(output, self.parameters)
+        # Most outputs end nothing.
+        self._ended = output.finish_reason is not None and _ended_itself(output, self.parameters)
         if self._ended:
             del self._token_ids[-1]
 
