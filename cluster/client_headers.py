@@ -1,7 +1,7 @@
 """Middleware in front of Ray Serve's own handling of HTTP requests.
 
-It removes request headers with which a client could control Ray Serve, whose HTTP servers (the
-gateway's, behind HAProxy, and the Python proxy) read them before the application sees the request:
+Ray Serve's HTTP servers (the gateway's, behind HAProxy, and the Python proxy) read some headers
+before the application sees a request. Headers with which a client could control them are removed:
 
 - `x-request-timeout-seconds` sets a timeout, after which Ray Serve answers a plain-text 408.
 - `x-request-disconnect-disabled` turns off the detection of disconnects, so that an abandoned
@@ -12,14 +12,15 @@ gateway's, behind HAProxy, and the Python proxy) read them before the applicatio
 Ray Serve also reads the whole body of a request before the application asks for it. The body of a
 GET or HEAD request, which no route reads, is therefore dropped here.
 
-POST requests go to the gateway directly where it runs in this event loop, past Ray Serve's handling
-of a request: its context, its metrics, which nothing exports, and its counts. When a gateway stops,
-uvicorn still waits for them.
+POST requests bypass Ray Serve where the gateway runs in this event loop. Ray Serve then makes no
+context for them and leaves them out of its own counts. A gateway that stops still finishes them,
+because uvicorn waits for them.
 
 Each process with such a server calls `middlewares`, which SERVE_FLAGS names.
 """
 
 import asyncio
+import logging
 import uuid
 from typing import Any, cast
 
@@ -27,9 +28,11 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+logger = logging.getLogger(__name__)
+
 REQUEST_ID = b"x-request-id"
-IS_SHORT = "apar.shortcut"
-"""Key of the scope of a request that did not pass Ray Serve, which returns the ids of others."""
+BYPASSES_SERVE = "apar.bypasses_serve"
+"""Scope key of a request that bypassed Ray Serve, which returns the ids of all others."""
 STEERING_HEADERS = frozenset(
     {
         b"x-request-timeout-seconds",
@@ -55,7 +58,7 @@ class WithoutSteeringHeaders:
         if scope.get("method") in ("GET", "HEAD"):
             receive = _without_body(receive)
         elif scope.get("method") == "POST" and SHORTCUT.is_open:
-            # Only uvicorn's own `send` tells whether the answer is complete.
+            # It tells whether the answer is complete.
             cycle = getattr(send, "__self__", None)
             if isinstance(cycle, RequestResponseCycle):
                 await SHORTCUT.serve({**scope, "headers": headers}, receive, cycle)
@@ -64,7 +67,7 @@ class WithoutSteeringHeaders:
 
 
 class Shortcut:
-    """The way to the gateway of this process past Ray Serve, once the gateway has opened it.
+    """Route to this process's gateway that bypasses Ray Serve, once the gateway has opened it.
 
     Ray Serve makes the middleware and the gateway, so neither can be given the other.
     """
@@ -91,14 +94,18 @@ class Shortcut:
         assert self._app is not None
         if all(name != REQUEST_ID for name, _ in scope["headers"]):
             scope["headers"].append((REQUEST_ID, str(uuid.uuid4()).encode()))
-        # uvicorn only writes to it, and closes it.
+        # uvicorn only writes to it, closes it, and asks whether it is closing.
         cycle.transport = cast(asyncio.Transport, HeadWithBody(cycle.transport))
         client = _Client(receive, cycle)
         try:
-            await self._app({**scope, IS_SHORT: True}, client.receive, cast(Send, cycle.send))
+            await self._app({**scope, BYPASSES_SERVE: True}, client.receive, cast(Send, cycle.send))
         except asyncio.CancelledError:
             if not client.has_left:
                 raise
+        except Exception:
+            # uvicorn ends the answer, but Ray Serve has silenced its log.
+            logger.exception("request failed", extra={"path": scope["path"]})
+            raise
         finally:
             client.close()
 
@@ -121,7 +128,7 @@ class _Client:
     async def receive(self) -> Message:
         """Return the next message of the body; after the last one, watch for the disconnect."""
         if self._departure is not None:
-            await self._departure
+            await asyncio.wait([self._departure])
             return {"type": "http.disconnect"}
         message = await self._receive()
         if message["type"] == "http.disconnect":
@@ -137,7 +144,7 @@ class _Client:
             self._departure.cancel()
 
     async def _watch(self) -> None:
-        # Further messages are no part of this request.
+        # Ignore anything after the body.
         while (await self._receive())["type"] != "http.disconnect":
             pass
         # uvicorn also says this when the answer is complete.
@@ -176,7 +183,7 @@ class HeadWithBody:
         self._transport.close()
 
     def _send_head(self) -> None:
-        if self._head:
+        if self._head and not self._transport.is_closing():
             self.write(b"")
 
     def __getattr__(self, name: str) -> Any:

@@ -195,14 +195,14 @@ def serve_environment(folder: Path) -> dict[str, str]:
         # Ray would end an engine when the machine's memory is nearly full, and start it again, for
         # ever. The kernel ends a process only when memory is really short.
         "RAY_memory_monitor_refresh_ms": "0",
-        # What nodes tell each other, up to 10 times a second by default: there is only one.
+        # Reports between nodes, ten a second by default; this cluster has one node.
         "RAY_raylet_report_resources_period_milliseconds": "1000",
         "RAY_gcs_pull_resource_loads_period_milliseconds": "10000",
         "RAY_raylet_check_gc_period_milliseconds": "2000",
         "RAY_kill_idle_workers_interval_ms": "2000",
         "RAY_debug_dump_period_milliseconds": "60000",
         "RAY_io_context_event_loop_lag_collection_interval_ms": "0",
-        # Statistics of event loops, which nothing shows, take a fifth of what an idle actor needs.
+        # Statistics of event loops, which nothing shows, take a fifth of an idle actor's CPU time.
         "RAY_event_stats": "0",
         # Each report reads the statistics of every worker; nothing shows them.
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
@@ -401,9 +401,9 @@ def _reap() -> None:
             pass
 
 
-# Processes of a Ray head node that a private cluster does without: what workers print is not copied
-# to the driver, no node is ever added, and nobody asks Ray's HTTP API. They would take 290 MB and
-# 1.4 % of a core, and 3 s of CPU time at the start.
+# Processes of a Ray head node that a private cluster does without: the log monitor, the autoscaler
+# and Ray's HTTP API. Nothing reads what workers print, no node is ever added, and nobody asks the
+# API. They would take 290 MB and 1.4 % of a core.
 _UNNEEDED = ("start_log_monitor", "start_monitor", "start_api_server")
 
 

@@ -108,9 +108,11 @@ _LOGGERS = ("apar_core", "cluster", "deployments")
 # Limit on all lines that wait for the disk, including the overhead of a record.
 _MAX_WAITING_CHARS = 32 * 2**20
 _RECORD_CHARS = 1024
-# Lines of this time are written at once, at most this many characters.
+# Time to collect lines, and the largest batch (characters).
 _COLLECT_S = 0.1
 _BATCH_CHARS = 2**16
+# Above this, waiting lines are not collected any longer.
+_LARGE_CHARS = 2**20
 # Time to wait for the last lines at exit.
 _CLOSE_S = 5.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -146,10 +148,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Backlog:
-    """Size of the lines that wait for the disk; lines over the limit are dropped."""
+    """Size of the lines that wait for the disk; lines over the limit are dropped.
+
+    `is_large` is set while so much waits that it must be written at once.
+    """
 
     def __init__(self) -> None:
         self.num_dropped = 0
+        self.is_large = threading.Event()
         self._lock = threading.Lock()
         self._num_chars = 0
         self._num_told = 0
@@ -161,12 +167,16 @@ class _Backlog:
                 self.num_dropped += 1
                 return False
             self._num_chars += _size(line)
+            if self._num_chars > _LARGE_CHARS:
+                self.is_large.set()
             return True
 
     def written(self, lines: Sequence[str]) -> int:
         """Stop counting written lines. Returns the lines dropped, once none waits."""
         with self._lock:
             self._num_chars -= sum(map(_size, lines))
+            if self._num_chars <= _LARGE_CHARS:
+                self.is_large.clear()
             if self._num_chars:
                 return 0
             num_new = self.num_dropped - self._num_told
@@ -194,7 +204,7 @@ class _LineQueueHandler(logging.Handler):
 
 
 class _LineWriter:
-    """Writes queued lines in an executor of its own, those of a moment at once.
+    """Writes queued lines in batches, in an executor of its own.
 
     An executor that woke up for each line would take time from the event loop, which shares the
     interpreter's lock with it.
@@ -206,14 +216,13 @@ class _LineWriter:
         self._queue = queue
         self._file = file
         self._backlog = backlog
-        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Write the waiting lines, for at most `_CLOSE_S`."""
         self._queue.put(None)
-        self._stopping.set()
+        self._backlog.is_large.set()
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self._file.close()
@@ -222,7 +231,7 @@ class _LineWriter:
         ended = False
         while not ended:
             lines = [self._queue.get()]
-            self._stopping.wait(_COLLECT_S)
+            self._backlog.is_large.wait(_COLLECT_S)
             while not self._queue.empty():
                 lines.append(self._queue.get_nowait())
             ended = None in lines
@@ -230,7 +239,7 @@ class _LineWriter:
 
     def _write(self, lines: Sequence[str]) -> None:
         """Write lines, and after the last waiting one the number of dropped lines."""
-        # A full file is exchanged between two batches, not within one.
+        # Files rotate between batches.
         most_chars = min(_BATCH_CHARS, self._file.maxBytes)
         batch: list[str] = []
         num_chars = 0

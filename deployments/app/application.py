@@ -210,12 +210,10 @@ def build_application(
     # The processes of a private cluster already have the flags; without a runtime environment they
     # start faster.
     runtime_env = {} if config.ray_address is None else {"env_vars": APPLICATION_FLAGS}
-    autoscaling = gateway_autoscaling(config, known.gateway_resource)
     deployment = serve.deployment(
         name=GATEWAY,
         max_ongoing_requests=_NO_CAP,
-        num_replicas=config.gateways if autoscaling is None else None,
-        autoscaling_config=autoscaling,
+        autoscaling_config=gateway_autoscaling(config, known.gateway_resource),
         # The next gateway starts before the last one stops. Beside it there is no room per node.
         max_surge_percent=0 if config.gateways == "per-node" else _ONE_MORE_PERCENT,
         ray_actor_options={

@@ -27,7 +27,9 @@ WAITING_PREFIX = "waiting:"
 """Prefix of a deployment's name in a gateway's report."""
 
 _REPORT_PERIOD_S = 1.0
-_MEAN_OVER_S = 3.0
+# A gateway notices within this time that its reports are read.
+_UNREAD_REPORT_PERIOD_S = 10.0
+_MEAN_OVER_PERIODS = 3.0
 # The number of nodes is asked for at most this often; the answer comes from Ray's global store.
 _NODES_AGE_S = 5.0
 _MAX_NODES = 1000
@@ -124,24 +126,27 @@ def model_autoscaling(model: ModelConfig) -> ServeAutoscalingConfig | None:
 
 def gateway_autoscaling(
     config: ClusterConfig, resource: str | None = None
-) -> ServeAutoscalingConfig | None:
+) -> ServeAutoscalingConfig:
     """Ray Serve's autoscaling configuration of the gateways.
 
-    A fixed number of gateways needs one only to report their queues, which only models with
-    autoscaling read: else None. The reports would take 1 % of a core.
+    Also for a fixed number, so that they report their queues. Without a model that scales, nothing
+    reads the reports, so they are rare. Ray Serve cannot stop them: a gateway whose configuration
+    is taken away logs an error for each.
     """
+    scales = any(model.autoscaling is not None for model in config.models)
+    period_s = _REPORT_PERIOD_S if scales else _UNREAD_REPORT_PERIOD_S
     gateways = config.gateways
     per_node = not isinstance(gateways, int)
-    if not per_node and all(model.autoscaling is None for model in config.models):
-        return None
     arguments = {"per_node": per_node, "resource": resource}
     policy = AutoscalingPolicy(policy_function=GatewayPolicy, policy_kwargs=arguments)
     if isinstance(gateways, int):
-        return _serve_config(gateways, gateways, policy)
-    return _serve_config(1, _MAX_NODES, policy)
+        return _serve_config(gateways, gateways, policy, period_s)
+    return _serve_config(1, _MAX_NODES, policy, period_s)
 
 
-def _serve_config(least: int, most: int, policy: AutoscalingPolicy) -> ServeAutoscalingConfig:
+def _serve_config(
+    least: int, most: int, policy: AutoscalingPolicy, period_s: float = _REPORT_PERIOD_S
+) -> ServeAutoscalingConfig:
     with warnings.catch_warnings():
         # Deprecated in favour of environment variables, which a running Ray cluster lacks.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -149,8 +154,8 @@ def _serve_config(least: int, most: int, policy: AutoscalingPolicy) -> ServeAuto
             min_replicas=least,
             max_replicas=most,
             policy=policy,
-            metrics_interval_s=_REPORT_PERIOD_S,
-            look_back_period_s=_MEAN_OVER_S,
+            metrics_interval_s=period_s,
+            look_back_period_s=_MEAN_OVER_PERIODS * period_s,
             # `decide` has its own delays, which a simulation can drive.
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,

@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apar_core.errors import AparError
-from cluster.client_headers import IS_SHORT, REQUEST_ID, SHORTCUT
+from cluster.client_headers import BYPASSES_SERVE, REQUEST_ID, SHORTCUT
 from cluster.config import ConfigError, problems_of
 from cluster.config.routing import RoutingSettings
 from cluster.logs import ProcessLogs
@@ -104,7 +104,7 @@ class GatewayIngress:
             unique_id = serve.get_replica_context().replica_id.unique_id
             self._process = ProcessMetrics(f"{GATEWAY}-{unique_id}", {}, settings.metrics_port)
         metrics = GatewayMetrics()
-        # Ray Serve's own middleware returns each request's id, and generates missing ones.
+        # Ray Serve's own middleware does, for requests that do not bypass it.
         self._gateway = Gateway(settings, calls, sends_request_ids=False, metrics=metrics)
         self._door = FrontDoor(self._gateway, partial(metrics.rejected, DrainingError.reason))
         # Outside the door, so that a page can read why a draining server refuses its request.
@@ -205,6 +205,7 @@ class GatewayIngress:
             await self._group.leave()
         await self._gateway.close()
         await close_tracing(self._gateway.tracing)
+        await asyncio.to_thread(self._logs.close)
 
     async def _take_metrics(self) -> None:
         self._gateway.metrics.recorder.set_total(LOG_LINES_DROPPED, self._logs.num_dropped)
@@ -267,7 +268,7 @@ class FrontDoor:
                 raise
             task.uncancel()
             error = answer_for(DrainingError()).in_form(form_of(scope["path"]))
-            if IS_SHORT in scope:
+            if BYPASSES_SERVE in scope:
                 ids = (item for item in scope["headers"] if item[0] == REQUEST_ID)
                 error = replace(error, extra_headers=(*error.extra_headers, *ids))
             await answer.end_with(error)

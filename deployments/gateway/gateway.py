@@ -15,7 +15,7 @@ from http import HTTPStatus
 from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import CapacityError, RequestError
-from cluster.client_headers import IS_SHORT
+from cluster.client_headers import BYPASSES_SERVE
 from deployments.gateway.admin import ADMIN_PATH, Admin
 from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
 from deployments.gateway.callers import Caller, Callers
@@ -182,7 +182,7 @@ class Gateway:
                 scope,
                 send,
                 keeps_content=self._settings.logging.content,
-                sends_id=self._sends_request_ids or IS_SHORT in scope,
+                sends_id=self._sends_request_ids or BYPASSES_SERVE in scope,
                 trace=start_trace(self.tracing, scope),
             )
             try:

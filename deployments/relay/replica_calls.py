@@ -9,6 +9,7 @@ from typing import Any, cast
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 from ray.exceptions import RayActorError
+from ray.serve import context
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
@@ -110,6 +111,7 @@ def unbroken(part: Any, replica: str | None) -> Any:
 async def _parts(
     method: DeploymentHandle[Any], request: RelayedRequest, replicas: HandleCalls
 ) -> AsyncGenerator[Any, None]:
+    _name_calls(request.terms.request_id)
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
     try:
         try:
@@ -133,6 +135,15 @@ async def _parts(
         raise
     finally:
         response.cancel()
+
+
+def _name_calls(request_id: str | None) -> None:
+    """Give all calls of this request the same id in Ray Serve, whose router counts by it.
+
+    A request that passes Ray Serve's own handling has one already.
+    """
+    if request_id and not context._get_serve_request_context()._internal_request_id:
+        context._set_request_context(_internal_request_id=request_id)
 
 
 async def _accepted(response: DeploymentResponseGenerator[Any], wait_s: float) -> None:

@@ -117,6 +117,12 @@ class Listener:
             if not answer.done():
                 raise ConnectionAbortedError("the gateway has closed the connection")
             last = answer.result()
+            # First, or the gateway's next call would go to `gone`.
+            gone.cancel()
+            await asyncio.wait((gone,))
+            # While the call counts: `close` waits for it, and the process ends after that.
+            writer.write(last + frame(END))
+            await writer.drain()
         finally:
             for task in (answer, gone):
                 task.cancel()
@@ -125,9 +131,6 @@ class Listener:
             self._num_calls -= 1
             if not self._num_calls:
                 self._is_idle.set()
-        # Only now: the gateway's next call must not go to `gone`.
-        writer.write(last + frame(END))
-        await writer.drain()
 
     async def _answer(self, call: Call, writer: asyncio.StreamWriter) -> bytes:
         """Send the parts of an answer but the last one, which is returned as a frame.

@@ -174,6 +174,7 @@ class Replica(Answering):
             await self._metrics_reporter.close()
         self._engine.shutdown()
         await close_tracing(self.tracing)
+        await asyncio.to_thread(self._logs.close)
 
 
 @contextmanager

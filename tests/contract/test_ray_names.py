@@ -22,7 +22,8 @@ from ray.core.generated import autoscaler_pb2, gcs_pb2
 from ray.dashboard.modules.reporter import reporter_agent, reporter_consts
 from ray.experimental import internal_kv
 from ray.serve import _private as serve_private
-from ray.serve._private import cluster_node_info_cache, http_util
+from ray.serve import context
+from ray.serve._private import cluster_node_info_cache, default_impl, http_util
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
 from ray.serve._private.common import ReplicaID, RequestMetadata
 from ray.serve._private.config import DeploymentConfig
@@ -397,3 +398,10 @@ def test_a_replica_knows_its_cap_and_ends_after_its_handles_calls() -> None:
     source = inspect.getsource(ServeReplica._perform_graceful_shutdown)
     assert source.index("_drain_ongoing_requests(") < source.index("self.shutdown()")
     assert "call_destructor()" in inspect.getsource(ServeReplica.shutdown)
+
+
+def test_calls_of_a_request_keep_the_id_that_its_context_has() -> None:
+    assert "_internal_request_id" in inspect.signature(context._set_request_context).parameters
+    assert context._get_serve_request_context()._internal_request_id == ""
+    source = inspect.getsource(default_impl)
+    assert "internal_request_id=_request_context._internal_request_id" in source

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from cluster.client_headers import IS_SHORT, SHORTCUT, WithoutSteeringHeaders
+from cluster.client_headers import BYPASSES_SERVE, SHORTCUT, WithoutSteeringHeaders
 
 BODY = b'{"a": 1}'
 
@@ -105,7 +105,7 @@ async def test_head_and_body_of_an_answer_arrive_in_one_packet(is_stream: bool) 
         assert await gateway.ended.get() == "complete"
         client.leave()
     headers = dict(gateway.scope["headers"])
-    assert gateway.scope[IS_SHORT]
+    assert gateway.scope[BYPASSES_SERVE]
     assert len(headers[b"x-request-id"]) == 36
     assert b"x-request-timeout-seconds" not in headers
 
@@ -174,6 +174,23 @@ async def test_a_head_without_a_body_is_sent_at_once() -> None:
         client = await Client.asks(port)
         assert (await client.packet()).startswith(b"HTTP/1.1 200")
         client.leave()
+
+
+async def test_an_error_behind_the_head_is_logged_and_ends_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("a reason")
+
+    async with serving(None) as port:
+        SHORTCUT.open(fail)
+        client = await Client.asks(port)
+        while await client.packet():
+            pass
+        client.leave()
+
+    assert "a reason" in caplog.text
 
 
 def test_the_shortcut_is_closed_in_other_event_loops() -> None:

@@ -16,6 +16,7 @@ from cluster.logs import LogFollower, ProcessLogs, log_folder, shown_logs
 from deployments.wire.answer import AnswerStart
 from tests.fakes.log_files import lines, process_logs
 from tests.fakes.replicas import JSON, FakeReplicas, client
+from tests.fakes.waiting import wait_until
 
 
 @pytest.fixture
@@ -78,6 +79,33 @@ async def test_while_the_disk_hangs_requests_go_on_and_a_bounded_number_of_lines
     assert len(written) == 40 - num_dropped
     assert (last["level"], last["num_lines"]) == ("ERROR", num_dropped)
     assert last["event"] == "log lines dropped: the disk was too slow"
+
+
+def test_a_burst_of_long_lines_is_written_at_once(
+    logs: ProcessLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.logs._COLLECT_S", 600.0)
+    monkeypatch.setattr("cluster.logs._LARGE_CHARS", 5000)
+    for _ in range(3):
+        logging.getLogger("deployments.some").info("x" * 2000)
+    (file,) = (tmp_path / "logs").iterdir()
+
+    wait_until(lambda: file.stat().st_size > 6000)
+
+
+def test_lines_of_a_moment_are_written_together(
+    logs: ProcessLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[str] = []
+    monkeypatch.setattr(
+        RotatingFileHandler, "emit", lambda _, record: batches.append(record.getMessage())
+    )
+    for number in range(50):
+        logging.getLogger("deployments.some").info("event", extra={"number": number})
+    logs.close()
+
+    assert len(batches) < 10
+    assert len("\n".join(batches).splitlines()) == 50
 
 
 def test_a_disk_that_hangs_does_not_keep_a_process_from_ending(

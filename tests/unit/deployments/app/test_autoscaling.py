@@ -81,7 +81,6 @@ def test_requests_waiting_at_handles_and_in_gateways_count() -> None:
         for name, count in gateway_report({"Replica-w": 2}).items()
     }
     reporting = gateway_autoscaling(ClusterConfig(models=(MODEL,)))
-    assert reporting is not None
     serialized = reporting.policy.get_serialized_policy_def()
     unchanged, _ = cloudpickle.loads(serialized or b"")()(context("Gateway", 2, gateways))
 

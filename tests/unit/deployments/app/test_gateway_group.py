@@ -102,14 +102,16 @@ def test_the_number_of_gateways_is_fixed_or_follows_the_nodes() -> None:
     ]
 
     assert (num_nodes(nodes, None), num_nodes(nodes, "gateway")) == (2, 1)
-    scaled = ModelConfig(autoscaling=AutoscalingConfig(max_replicas=4))
-    fixed = gateway_autoscaling(ClusterConfig(gateways=3, models=(scaled,)))
+    fixed = gateway_autoscaling(ClusterConfig(gateways=3))
     followed = gateway_autoscaling(ClusterConfig(gateways="per-node"))
-    assert fixed is not None
     assert (fixed.min_replicas, fixed.max_replicas) == (3, 3)
-    assert followed is not None
     assert followed.max_replicas > 100
 
 
-def test_gateways_report_their_queues_only_if_a_model_needs_it() -> None:
-    assert gateway_autoscaling(ClusterConfig(gateways=3)) is None
+def test_gateways_report_their_queues_often_only_if_a_model_needs_it() -> None:
+    scaled = ModelConfig(autoscaling=AutoscalingConfig(max_replicas=4))
+    often = gateway_autoscaling(ClusterConfig(models=(ModelConfig(name="other"), scaled)))
+    rarely = gateway_autoscaling(ClusterConfig())
+
+    assert often.metrics_interval_s == 1
+    assert rarely.metrics_interval_s == 10

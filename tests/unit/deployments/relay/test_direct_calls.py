@@ -16,7 +16,7 @@ from deployments.replica.listener import Listener
 from deployments.routing.shared_router import ROUTERS, SharedRouter
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaBrokenError, ReplicaLostError
-from deployments.wire.frames import FULL, Address, Call, read_frame, write_frame
+from deployments.wire.frames import ACCEPTED, FULL, Address, Call, read_frame, write_frame
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RelayedRequest, RequestTerms
 
@@ -232,3 +232,21 @@ async def test_a_replica_that_shuts_down_lets_its_calls_end(cluster: Cluster) ->
         answers.released.set()
         assert [part async for part in parts] == [END]
         await asyncio.wait_for(closing, 60)
+
+
+async def test_a_replica_that_shuts_down_waits_until_its_answers_are_sent(cluster: Cluster) -> None:
+    # More than the buffers of both ends hold.
+    body = b"x" * 20_000_000
+    address = await cluster.add(Answers((AnswerStart(200, [], body), END)))
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(bytes.fromhex(address.token))
+    write_frame(writer, Call("whole", REQUEST))
+    assert await read_frame(reader) == ACCEPTED
+
+    closing = asyncio.create_task(cluster.listeners[0].close())
+    done, _ = await asyncio.wait([closing], timeout=0.3)
+    assert not done
+    assert await read_frame(reader) == (AnswerStart(200, [], body), END)
+    assert await read_frame(reader) is None
+    await closing
+    writer.close()
