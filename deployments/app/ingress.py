@@ -104,7 +104,7 @@ class GatewayIngress:
             unique_id = serve.get_replica_context().replica_id.unique_id
             self._process = ProcessMetrics(f"{GATEWAY}-{unique_id}", {}, settings.metrics_port)
         metrics = GatewayMetrics()
-        # Ray Serve's own middleware does, for requests that do not bypass it.
+        # Ray Serve's middleware returns the ids of requests that do not bypass it.
         self._gateway = Gateway(settings, calls, sends_request_ids=False, metrics=metrics)
         self._door = FrontDoor(self._gateway, partial(metrics.rejected, DrainingError.reason))
         # Outside the door, so that a page can read why a draining server refuses its request.

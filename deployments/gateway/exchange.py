@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from starlette.types import Message, Scope, Send
 
+from cluster.client_headers import REQUEST_ID
 from cluster.config.keys import TOKEN_PREFIX
 from deployments.gateway.body import RequestBody
 from deployments.gateway.callers import Caller
@@ -23,7 +24,6 @@ from deployments.wire.answer import AnswerEnd, Headers
 from deployments.wire.errors import ERROR_EVENTS, error_code, event_error_code
 from deployments.wire.routes import AnswerForm, form_of, generates
 
-REQUEST_ID = b"x-request-id"
 # Anthropic's clients look for this one.
 _ANTHROPIC_ID = b"request-id"
 _FALLBACK_OF = b"x-apar-fallback-of"

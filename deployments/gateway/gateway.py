@@ -15,11 +15,11 @@ from http import HTTPStatus
 from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import CapacityError, RequestError
-from cluster.client_headers import BYPASSES_SERVE
+from cluster.client_headers import BYPASSES_SERVE, REQUEST_ID
 from deployments.gateway.admin import ADMIN_PATH, Admin
 from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
 from deployments.gateway.callers import Caller, Callers
-from deployments.gateway.exchange import REQUEST_ID, Charge, Exchange
+from deployments.gateway.exchange import Charge, Exchange
 from deployments.gateway.fair_queue import Due, QueueState, Ticket
 from deployments.gateway.gateway_metrics import GatewayMetrics
 from deployments.gateway.gateway_trace import start_trace

@@ -140,7 +140,7 @@ async def _parts(
 def _name_calls(request_id: str | None) -> None:
     """Give all calls of this request the same id in Ray Serve, whose router counts by it.
 
-    A request that passes Ray Serve's own handling has one already.
+    A request that came through Ray Serve has one already.
     """
     if request_id and not context._get_serve_request_context()._internal_request_id:
         context._set_request_context(_internal_request_id=request_id)
