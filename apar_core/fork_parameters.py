@@ -18,6 +18,9 @@ NO_TOKEN = -1
 """Fork and child token of a format without such tokens."""
 EXTRA_ARG = "apar"
 """Key of the parameters in `SamplingParams.extra_args`."""
+HOLD_ARG = "apar_hold"
+"""Key of `SamplingParams.extra_args`: whether the engine core may send the tokens of several steps
+together (`scheduler/held_outputs.py`)."""
 _TUPLES = ("seed_ids", "banned_ids", "end_ids", "thread_path", "replacement_ids")
 
 

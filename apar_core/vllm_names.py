@@ -106,6 +106,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec as FullAttentionSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
     from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
+    from vllm.v1.metrics.stats import IterationStats as IterationStats
+    from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.outputs import LogprobsLists as LogprobsLists
     from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
@@ -119,6 +121,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata as SamplingMetadata
     from vllm.v1.sample.rejection_sampler import RejectionSampler as RejectionSampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata as SpecDecodeMetadata
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats as SpecDecodingStats
     from vllm.v1.worker.cpu_worker import CPUWorker as CPUWorker
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext as LogitsContext
     from vllm.v1.worker.gpu.sample.logits_processor.interface import (
@@ -184,6 +187,7 @@ NAMES = {
     "vllm.v1.executor.abstract": "Executor",
     "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec KVCacheConfig",
     "vllm.v1.metrics.loggers": "PrometheusStatLogger",
+    "vllm.v1.metrics.stats": "IterationStats SchedulerStats",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
     "SamplerOutput SamplingMaskLists",
     "vllm.v1.request": "Request RequestStatus",
@@ -192,6 +196,7 @@ NAMES = {
     "vllm.v1.sample.metadata": "SamplingMetadata",
     "vllm.v1.sample.rejection_sampler": "RejectionSampler",
     "vllm.v1.spec_decode.metadata": "SpecDecodeMetadata",
+    "vllm.v1.spec_decode.metrics": "SpecDecodingStats",
     "vllm.v1.worker.cpu_worker": "CPUWorker",
     "vllm.v1.worker.gpu.sample.logits_processor.interface": "LogitsContext V2LogitsProcessor "
     "LogitsProcRequestState",
@@ -209,7 +214,7 @@ _MODULE_OF = {name: module for module, names in NAMES.items() for name in names.
 OVERRIDES = {
     "AsyncLLM": "_add_request",
     "Executor": "_init_executor",
-    "OutputProcessor": "_finish_request",
+    "OutputProcessor": "_finish_request _update_stats_from_output",
     "PrometheusStatLogger": "_counter_cls _histogram_cls",
     "Scheduler": "_free_request _get_local_prefix_cache_hit _update_request_with_output",
 }

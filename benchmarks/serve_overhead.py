@@ -1,8 +1,9 @@
 """Overhead of the Ray Serve path relative to vLLM's own HTTP server, on unforked requests.
 
 Both servers run side by side with the same model and the same engine arguments. Every repeat
-measures one after the other, so that changes in machine speed affect both. Ratios are taken within
-a repeat, and their median over the repeats is reported.
+measures one after the other, so that changes in machine speed affect both. The processes of the
+other server are stopped meanwhile: an idle cluster takes some CPU time, too. Ratios are taken
+within a repeat, and their median over the repeats is reported.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from cluster.loadtest.run_file import RequestRecord
 from cluster.local_ray import free_port, local_ray
 
 NUM_TOKENS = 100
+# After a stop, the processes do what was due meanwhile.
+_AWAKE_S = 1.0
 TIMEOUT_S = 600.0
 START_TIMEOUT_S = 180.0
 BARE, SERVE = "vLLM's own server", "apar serve"
@@ -106,7 +109,11 @@ def run(
         rows: list[Repeat] = []
         for index in track(range(repeats), description="repeats"):
             order = servers if index % 2 == 0 else servers[::-1]
-            rows.append({server.name: _measure(server, jobs, concurrency) for server in order})
+            row: Repeat = {}
+            for server in order:
+                with _stopped([other for other in servers if other is not server]):
+                    row[server.name] = _measure(server, jobs, concurrency)
+            rows.append(row)
     console.print(_table(rows, concurrency))
     return {"whole": whole, "direct": direct, "repeats": rows}
 
@@ -135,7 +142,9 @@ def _bare_server(settings: ClusterConfig, log: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", ENTRY, "--model", model.preset.path]
     command += ["--served-model-name", model.public_name, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--disable-uvicorn-access-log"]
-    for name, value in engine_arguments(model, on_gpu=False).items():
+    arguments = engine_arguments(model, on_gpu=False)
+    del arguments["additional_config"]  # Only our scheduler reads it.
+    for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [] if value is False else [flag, str(value)]
     with log.open("wb") as output:
@@ -151,6 +160,24 @@ def _bare_server(settings: ClusterConfig, log: Path) -> Iterator[Server]:
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+@contextmanager
+def _stopped(servers: list[Server]) -> Iterator[None]:
+    """Stop all processes of servers, and let them go on at the end."""
+    stopped: list[psutil.Process] = []
+    try:
+        for root in (root for server in servers for root in server.roots):
+            for process in [root, *root.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.suspend()
+                    stopped.append(process)
+        yield
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+        time.sleep(_AWAKE_S)
 
 
 def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

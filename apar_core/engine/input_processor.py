@@ -10,7 +10,7 @@ from typing import Any
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from apar_core.engine.logits_processors import bad_words
 from apar_core.engine.replay import (
@@ -25,7 +25,7 @@ from apar_core.engine.replay import (
 )
 from apar_core.engine.request_follower import find_client
 from apar_core.errors import RequestError
-from apar_core.fork_parameters import EXTRA_ARG, NO_TOKEN, ForkParameters, KeyTerms
+from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, NO_TOKEN, ForkParameters, KeyTerms
 from apar_core.formats.blocks import block_rules
 from apar_core.formats.control_tokens import (
     ControlTokens,
@@ -101,6 +101,8 @@ class ForkInputProcessor(InputProcessor):
             if replays(vllm_config)
             else None
         )
+        # Whether the engine core may send the tokens of several steps together.
+        self._holds = self._is_forking and fork_settings(vllm_config).output_interval_s > 0
         if self.format is None:
             return
         _keep_tool_calls_unforked()
@@ -161,6 +163,9 @@ class ForkInputProcessor(InputProcessor):
             self._set_replay(request, request.sampling_params)
             if self._limits_bad_words:
                 _check_bad_words(request.sampling_params)
+            if self._holds and _may_wait(request, request.sampling_params, terms):
+                extra_args = request.sampling_params.extra_args or {}
+                request.sampling_params.extra_args = extra_args | {HOLD_ARG: True}
         return request
 
     def _check_arguments(self, params: SamplingParams) -> None:
@@ -340,6 +345,21 @@ def _can_fork(request: EngineCoreRequest, params: SamplingParams) -> bool:
         or params.ignore_eos
         or request.prompt_embeds is not None
         or request.resumable
+    )
+
+
+def _may_wait(request: EngineCoreRequest, params: SamplingParams, terms: KeyTerms | None) -> bool:
+    """Return whether a request's tokens may arrive here some steps late.
+
+    Not if they are needed to end it: with stop strings, which are found here, and with a deadline,
+    at which the answer is what has arrived. Log-probabilities come with each step.
+    """
+    return not (
+        params.output_kind == RequestOutputKind.CUMULATIVE
+        or params.stop
+        or params.num_logprobs is not None
+        or request.resumable
+        or (terms is not None and terms.deadline_at_s is not None)
     )
 
 

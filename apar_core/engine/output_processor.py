@@ -10,7 +10,7 @@ import numpy as np
 from vllm import SamplingParams
 
 from apar_core.engine.block_threads import BlockThreads
-from apar_core.engine.paced_outputs import interval_under_load, pace
+from apar_core.engine.paced_outputs import pace
 from apar_core.engine.request_follower import RequestFollower, beam_search_of, find_client
 from apar_core.engine.resume_request import outputs_so_far
 from apar_core.engine.thread_outputs import (
@@ -21,9 +21,10 @@ from apar_core.engine.thread_outputs import (
     watch_unforked,
 )
 from apar_core.engine.thread_tags import Decoder, ThreadTags
-from apar_core.fork_parameters import ForkParameters
+from apar_core.fork_parameters import HOLD_ARG, ForkParameters
 from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal
+from apar_core.scheduler.held_outputs import interval_under_load
 from apar_core.scheduler.thread_requests import forget_journal
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import Edge, Separator
@@ -32,6 +33,7 @@ from apar_core.vllm_names import (
     EngineCoreRequest,
     FinishReason,
     IncrementalDetokenizer,
+    IterationStats,
     LogprobsLists,
     OutputProcessor,
     OutputProcessorOutput,
@@ -82,9 +84,10 @@ class ForkOutputProcessor(OutputProcessor):
         super().add_request(request, *args, **kwargs)
         if not is_new:
             return
-        if self.stream_pause_s > 0:
-            pace(self.request_states[request.request_id], self._stream_pause_now_s)
         params = request.sampling_params
+        is_paced = params is not None and (params.extra_args or {}).get(HOLD_ARG, False)
+        if self.stream_pause_s > 0 and not is_paced:
+            pace(self.request_states[request.request_id], self._stream_pause_now_s)
         state = self.request_states[request.request_id]
         follower = find_client(self._followers, state.external_req_id)
         if params is None:
@@ -275,6 +278,26 @@ class ForkOutputProcessor(OutputProcessor):
                     output.new_logprobs, thread.parameters
                 )
             thread.watch(output)
+
+    def _update_stats_from_output(
+        self,
+        req_state: RequestState,
+        engine_core_output: EngineCoreOutput,
+        engine_core_timestamp: float | None,
+        iteration_stats: IterationStats | None,
+    ) -> None:
+        """As in vLLM, but the time between tokens that came together is divided among them.
+
+        vLLM counts it once, as if one step had generated them.
+        """
+        super()._update_stats_from_output(
+            req_state, engine_core_output, engine_core_timestamp, iteration_stats
+        )
+        num_tokens = len(engine_core_output.new_token_ids)
+        if iteration_stats is None or num_tokens < 2 or req_state.is_prefilling:
+            return
+        pauses_s = iteration_stats.inter_token_latencies_iter
+        pauses_s[-1:] = [pauses_s[-1] / num_tokens] * num_tokens
 
     def _finish_request(self, req_state: RequestState) -> None:
         super()._finish_request(req_state)

@@ -2,22 +2,22 @@
 
 With a small model, most of a server's time goes into waking a task, building a chunk and sending
 it, once per token. Outputs that arrive close together are merged before that.
+
+The engine core does the same for most requests, and saves more (`scheduler/held_outputs.py`). This
+is for the others: those with stop strings, log-probabilities or a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from apar_core.scheduler.held_outputs import next_multiple
 from apar_core.vllm_names import RequestOutputCollector, RequestState
-
-_REQUESTS_A_STEP = 16
-_MOST_STEPS = 4
 
 
 class OutputQueue(Protocol):
@@ -64,17 +64,8 @@ class PacedQueue:
             self._timer = None
         if self._held is not None:
             output, self._held = self._held, None
-            interval_s = self._interval_s()
-            self._due_s = (math.floor(self._loop.time() / interval_s) + 1) * interval_s
+            self._due_s = next_multiple(self._loop.time(), self._interval_s())
             self._queue.put(output)
-
-
-def interval_under_load(least_s: float, num_requests: int) -> float:
-    """Return an interval that grows with the number of requests, up to four times `least_s`.
-
-    Few streams are smooth; many leave the server time for tokens instead of chunks.
-    """
-    return least_s * min(1 + num_requests // _REQUESTS_A_STEP, _MOST_STEPS)
 
 
 def pace(state: RequestState, interval_s: Callable[[], float]) -> None:

@@ -271,7 +271,10 @@ class RequestThreads:
         if start >= end:
             return
         logprobs, mask = output.new_logprobs, output.new_sampling_mask
-        self._has_details |= logprobs is not None or mask is not None
+        if logprobs is None and mask is None:
+            self.tree.append(thread, map(plain_token, output.new_token_ids[start:end]))
+            return
+        self._has_details = True
         self.tree.append(
             thread,
             (

@@ -14,6 +14,8 @@ Life of a fork, and where each decision is made:
 4. `_free_request` handles the end of a thread, and starts a child of a request without live threads
    regardless of limits.
 
+`held_outputs.py` decides which outputs of a step are sent at once.
+
 In formats whose parent waits for its children, `joins.py` opens and joins blocks of threads.
 """
 
@@ -34,6 +36,7 @@ from apar_core.scheduler.family_reads import FamilyReads
 from apar_core.scheduler.fork_admission import ForkAdmission
 from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
+from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.joins import Joins
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.row_limits import RowWarnings
@@ -59,9 +62,14 @@ from apar_core.vllm_names import (
     RequestStatus,
     Scheduler,
     SchedulerOutput,
+    SchedulerStats,
+    SpecDecodingStats,
     cached_tokenizer_from_config,
     cdiv,
 )
+
+STATISTICS_S = 1.0
+"""Longest time without the scheduler's statistics, in an engine that holds outputs back."""
 
 
 class ForkMixin(Scheduler):
@@ -108,6 +116,12 @@ class ForkMixin(Scheduler):
         self._exhausted: list[ThreadGroup[Request]] = []
         # (client index, request id, reason) of threads that end without an output from vLLM.
         self._unopened: list[tuple[int, str, FinishReason]] = []
+        self.held = HeldOutputs(settings.output_interval_s)
+        # The arguments of `make_stats` in this step, and what is not sent of earlier steps.
+        self._in_step = False
+        self._statistics_parts: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self._statistics_due_s = 0.0
+        self._unsent_drafts: SpecDecodingStats | None = None
         self.joins = Joins(self, lambda: cached_tokenizer_from_config(vllm_config.model_config))
 
     @property
@@ -124,6 +138,7 @@ class ForkMixin(Scheduler):
         is_new = request.request_id not in self.requests
         if is_new:
             self.gate.arrives(request.request_id)
+            self.held.begin(request)
         super().add_request(request)
         parameters = _fork_parameters(request)
         if not is_new or parameters is None:
@@ -144,6 +159,7 @@ class ForkMixin(Scheduler):
     def _resume(self, request: Request, journal: Journal) -> None:
         """Resume a request from its journal: one thread at once, the others like new forks."""
         self.gate.enters(request.request_id)
+        self.held.begin(request)
         parameters = _fork_parameters(request)
         if parameters is None or not parameters.enabled:
             super().add_request(resumed_alone(request, journal))
@@ -206,7 +222,9 @@ class ForkMixin(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """As in vLLM, with an output for each thread that a limit ended; starts waiting forks."""
         self.joins.step_ends(scheduler_output)
+        self._in_step = self.held.enabled
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._in_step = False
         for group in self._exhausted:
             ended = self._close(group)
             ended += super().finish_requests(set(group.live), RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -223,7 +241,43 @@ class ForkMixin(Scheduler):
             self.admission.policy.observe(*timed)
         self._start_waiting_forks()
         self._hold_begun_threads()
+        if self.held.enabled:
+            self.held.pass_on(outputs)
+            self._attach_statistics(outputs)
         return outputs
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *parts: Any, **named_parts: Any
+    ) -> SchedulerStats | None:
+        """As in vLLM; within a step, decided when it is known what the step sends."""
+        if not self._in_step:
+            return super().make_stats(spec_decoding_stats, *parts, **named_parts)
+        self._statistics_parts = parts, named_parts
+        return None
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
+    ) -> SpecDecodingStats | None:
+        """As in vLLM, but counting on until the statistics are sent."""
+        so_far = spec_decoding_stats or self._unsent_drafts
+        counted = super().make_spec_decoding_stats(so_far, *args, **kwargs)
+        if self._in_step:
+            self._unsent_drafts = counted or so_far
+        return counted
+
+    def _attach_statistics(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Add the scheduler's statistics to what a step sends, or send them alone once a second."""
+        parts, named_parts = self._statistics_parts
+        now_s = self.held.clock()
+        has_news = outputs or not self.requests or any(parts) or any(named_parts.values())
+        if not has_news and now_s < self._statistics_due_s:
+            return
+        self._statistics_due_s = now_s + STATISTICS_S
+        drafts, self._unsent_drafts = self._unsent_drafts, None
+        statistics = super().make_stats(drafts, *parts, **named_parts)
+        if statistics is not None:
+            first = next(iter(outputs), 0)
+            outputs.setdefault(first, EngineCoreOutputs()).scheduler_stats = statistics
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """As in vLLM; a pause that lets running requests end lets all their threads end."""
@@ -306,6 +360,7 @@ class ForkMixin(Scheduler):
         self, group: ThreadGroup[Request], thread: Request, block: OpenBlock | bool
     ) -> bool:
         """Open a block, or end a child; return whether the thread has stopped."""
+        self.held.release(group.root_id)
         if isinstance(block, OpenBlock):
             if not group.exhausted and not group.closed:
                 self.joins.open(group, thread, block)
@@ -315,6 +370,7 @@ class ForkMixin(Scheduler):
 
     def _fork(self, group: ThreadGroup[Request], parent: Request, *, fork_index: int) -> None:
         """Open a thread at a fork token, or refuse to; `fork_index` is the token's position."""
+        self.held.release(group.root_id)
         child_request_id, ordinal = group.next_child(parent.request_id)
         # The child needs room for its seed and at least one token of its own.
         has_room = group.parameters.num_read(fork_index) < self.max_model_len
@@ -362,6 +418,8 @@ class ForkMixin(Scheduler):
 
     def _start(self, group: ThreadGroup[Request], child: Request) -> None:
         self.threads.add_thread(group, child.request_id)
+        if child.request_id != group.root_id:
+            self.held.join(child.request_id, group.root_id)
         self.admission.queue.thread_began(child.request_id, group.parameters.key)
         self.row_warnings.starts_fork(len(self.running))
         super().add_request(child)
@@ -453,6 +511,7 @@ class ForkMixin(Scheduler):
                 reported.discard(root_id)
         if has_ended:
             self.gate.left(root_id)
+            self.held.end(root_id)
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False

@@ -9,6 +9,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -70,6 +71,12 @@ class ForkSettings(BaseModel):
         description="KV cache kept free for each running thread when a waiting request starts "
         "(tokens). Without it, threads that grow preempt each other and are computed again. 0: as "
         "in vLLM.",
+    )
+    output_interval_s: NonNegativeFloat = Field(
+        0.0,
+        description="Interval at which the engine core sends a stream's tokens to the API process "
+        "(seconds); up to four times as long with many requests, and 1 s for whole answers. 0: "
+        "after each step, as in vLLM.",
     )
     parallel_format: FormatSetting | None = Field(
         None,

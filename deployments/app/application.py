@@ -83,6 +83,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             arguments["enforce_eager"] = True
     arguments |= model.preset.engine | model.engine
     settings = model.forks.model_dump(exclude_none=True)
+    if model.coalesce_s > 0:
+        settings["output_interval_s"] = model.coalesce_s
     if model.adapters:
         adapters = [{"name": each.name, "path": each.folder} for each in model.adapters]
         # By default vLLM runs one adapter per step, so that requests to others would wait. Its

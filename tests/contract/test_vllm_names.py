@@ -93,6 +93,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -202,6 +203,16 @@ SIGNATURES = (
         "self, pause_state",
         "a pause that waits for running requests waits for their children",
     ),
+    Signature(
+        Scheduler.make_stats,
+        "self, spec_decoding_stats=None, ...",
+        "made when it is known what a step sends",
+    ),
+    Signature(
+        Scheduler.make_spec_decoding_stats,
+        "self, spec_decoding_stats, ...",
+        "counts on from steps that sent nothing",
+    ),
     # Built for each child and each resumed thread.
     Signature(
         Request.__init__,
@@ -233,6 +244,11 @@ SIGNATURES = (
     Signature(Scheduler.get_request_counts, "self", "running and waiting threads"),
     Signature(Request.update_block_hashes, "self", "completes the hashes that a child inherits"),
     # Overridden in the API process.
+    Signature(
+        OutputProcessor._update_stats_from_output,
+        "self, req_state, engine_core_output, engine_core_timestamp, iteration_stats",
+        "divides the time between tokens that came together",
+    ),
     Signature(InputProcessor.__init__, "self, vllm_config, ...", "finds the control tokens"),
     Signature(
         InputProcessor.process_inputs,
@@ -456,7 +472,8 @@ ATTRIBUTES = (
 # Every field of the structs that we rebuild or copy. A new field in vLLM fails here: decide where
 # it belongs, and for `SamplingParams` whether `can_continue` allows it.
 FIELDS = {
-    # Rebuilt by `RequestThreads`.
+    # Rebuilt by `RequestThreads`. `HeldOutputs` keeps those of the last step, and holds no output
+    # in which one is set that matters in each step (`_has_only_tokens`).
     EngineCoreOutput: {
         "of the request": "request_id new_token_ids finish_reason stop_reason",
         "joined over threads": "new_logprobs new_sampling_mask num_nans_in_logits",
@@ -561,6 +578,17 @@ PASSAGES = (
         DefaultModelState.prepare_attn,
         r"num_reqs = input_batch\.num_reqs .*req_idx=input_batch\.idx_mapping_np",
         "finds the rows of a step in the copy on the host",
+    ),
+    Passage(
+        Scheduler.update_from_output,
+        r"if \( stats := self\.make_stats\( spec_decoding_stats, .* \) is not None:",
+        "returns None there, and attaches the statistics when it is known what the step sends",
+    ),
+    Passage(
+        IterationStats.update_from_output,
+        r"else: itl = engine_core_timestamp - req_stats\.last_token_ts "
+        r"self\.inter_token_latencies_iter\.append\(itl\)",
+        "divided among tokens that came together",
     ),
     Passage(
         prometheus_client.Counter.inc,

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
@@ -32,11 +33,12 @@ from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.engine.resume_request import completed, hand_to_scheduler, outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, ForkParameters
 from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal, JournalBook, ThreadDelta
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 from apar_core.scheduler.fork_settings import CONFIG_KEY
+from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.step_time import StepClock
 from apar_core.tree.thread_names import thread_request_id
 from tests.fakes.block_scripts import TOKENIZER
@@ -62,6 +64,8 @@ class EngineShape:
     watermark: float = 0.0
     # As with a KV connector that loads into free blocks while steps are in flight.
     defers_frees: bool = False
+    # Simulated time; 0 sends the outputs of each step.
+    output_interval_s: float = 0.0
     forks: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -104,6 +108,7 @@ class ScriptedEngine:
         self.now_s = 0.0
         self.step_s: Callable[[int], float] = lambda rows: 0.001
         self.scheduler.step_clock = StepClock(lambda: self.now_s)
+        self.scheduler.held = HeldOutputs(shape.output_interval_s, lambda: self.now_s)
         self.scheduler.joins._load_tokenizer = lambda: TOKENIZER
         self.threads: dict[str, RequestThreads] = {}
         self.followers: dict[str, RequestFollower] = {}
@@ -135,11 +140,14 @@ class ScriptedEngine:
         arrival_time: float = 0.0,
         priority: int = 0,
         journal: Journal | None = None,
+        output_kind: RequestOutputKind = RequestOutputKind.DELTA,
     ) -> None:
         """Add a request; with a journal, resume it."""
         parameters = parameters or fork_parameters()
         sampling = SamplingParams(
-            max_tokens=max_tokens, extra_args={EXTRA_ARG: parameters.to_extra_arg()}
+            max_tokens=max_tokens,
+            extra_args={EXTRA_ARG: parameters.to_extra_arg(), HOLD_ARG: True},
+            output_kind=output_kind,
         )
         sampling._eos_token_id = END
         request = Request(
@@ -236,6 +244,9 @@ class ScriptedEngine:
         sharing = scheduler.block_sharing
         assert (sharing._prefixes, sharing._unscheduled, sharing._continuing) == ({}, set(), set())
         assert "allocate_slots" not in vars(scheduler.kv_cache_manager)
+        held = scheduler.held
+        held.pass_on({})  # As in the next step.
+        assert (held._requests, held._by_thread, held._holding) == ({}, {}, {})
 
     def _check_frees(self) -> None:
         """Fail when a block is freed that a step in flight still writes."""

@@ -39,7 +39,6 @@ TINY: dict[str, Any] = {
     "checkpoint": "apar-tiny",
     "cpu_threads": 1,
     "kv_cache_gib": 0.1,
-    "coalesce_s": 0.0,
     # Greedy decoding in full precision does not depend on the other requests of a batch.
     "engine": {"dtype": "float32", "enforce_eager": True},
 }

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from apar_core.engine.async_engine import SCHEDULER_CLS
@@ -27,8 +27,9 @@ from apar_core.engine.replay import (
     replay_args,
     replayed_tokens,
 )
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters, KeyTerms
+from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, ForkParameters, KeyTerms
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.scheduler.fork_settings import CONFIG_KEY
 from apar_core.scheduler.thread_requests import RESUME_ARG
 from tests.fakes.scripted_engine import END
 
@@ -87,13 +88,14 @@ def test_a_replay_that_exceeds_the_context_is_a_clients_error(
     assert raised.value.parameter == PARAM
 
 
-def processor_of(scheduler_cls: str | None = SCHEDULER_CLS) -> ForkInputProcessor:
+def processor_of(scheduler_cls: str | None = SCHEDULER_CLS, **settings: Any) -> ForkInputProcessor:
     """Input processor of an engine with the embedded model; the engine does not run."""
     config = EngineArgs(
         model=str(checkpoint_path()),
         scheduler_cls=scheduler_cls,
         enable_prefix_caching=True,
         max_model_len=768,
+        additional_config={CONFIG_KEY: settings},
     ).create_engine_config()
     return ForkInputProcessor(config)
 
@@ -283,3 +285,52 @@ def test_bad_words_are_not_limited_with_the_v1_model_runner(
 
     assert request.sampling_params is not None
     assert len(request.sampling_params._bad_words_token_ids or []) == 128
+
+
+@pytest.fixture(scope="module")
+def holding() -> ForkInputProcessor:
+    return processor_of(output_interval_s=0.05)
+
+
+def may_wait(processor: ForkInputProcessor, **params: Any) -> bool:
+    kind = params.pop("output_kind", RequestOutputKind.DELTA)
+    request = processed(processor, SamplingParams(output_kind=kind, **params))
+    assert request.sampling_params is not None
+    return bool((request.sampling_params.extra_args or {}).get(HOLD_ARG, False))
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_streams_and_whole_answers_may_wait_for_their_tokens(
+    holding: ForkInputProcessor, processor: ForkInputProcessor, kind: RequestOutputKind
+) -> None:
+    assert may_wait(holding, output_kind=kind)
+    assert not may_wait(processor, output_kind=kind)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop": ["\n"]},
+        {"logprobs": 0},
+        {"logprob_token_ids": [5]},
+        {"output_kind": RequestOutputKind.CUMULATIVE},
+    ],
+)
+def test_a_request_that_needs_each_token_at_once_does_not_wait(
+    holding: ForkInputProcessor, params: dict[str, Any]
+) -> None:
+    assert not may_wait(holding, **params)
+
+
+def test_a_request_with_a_deadline_does_not_wait(holding: ForkInputProcessor) -> None:
+    holding.key_terms["r"] = KeyTerms(key="k", deadline_at_s=5.0)
+    with_deadline = may_wait(holding)
+    holding.key_terms["r"] = KeyTerms(key="k")
+
+    assert not with_deadline
+    assert may_wait(holding)
+
+
+def test_a_client_cannot_say_that_its_request_may_wait(processor: ForkInputProcessor) -> None:
+    with pytest.raises(VLLMValidationError, match=f"vllm_xargs.{HOLD_ARG} is internal"):
+        processed(processor, SamplingParams(extra_args={HOLD_ARG: True}))

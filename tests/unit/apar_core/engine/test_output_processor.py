@@ -6,6 +6,7 @@ from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
 from apar_core.engine.output_processor import ForkOutputProcessor
@@ -73,6 +74,18 @@ def test_request_sees_one_text_and_no_control_tokens() -> None:
     assert list(finished.outputs[0].token_ids) == [10, 20, 21, 11]
     record = processor.records.take("client's")
     assert record.statistics.forks == 1
+
+
+def test_the_time_between_tokens_that_come_together_is_divided_among_them() -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=True)
+    add_request(processor, "r", "client's", plain=True)
+    pauses_s = []
+    for tokens, at_s in ([10], 1.0), ([11, 12, 13, 14], 1.5), ([15], 1.75):
+        statistics = IterationStats()
+        processor.process_outputs([output("r", tokens)], at_s, statistics)
+        pauses_s.append(statistics.inter_token_latencies_iter)
+
+    assert pauses_s == [[], [0.125] * 4, [0.25]]
 
 
 def test_a_clients_stop_token_ends_all_threads() -> None:

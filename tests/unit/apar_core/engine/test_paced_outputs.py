@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from apar_core.engine.paced_outputs import PacedQueue, interval_under_load
+from apar_core.engine.paced_outputs import PacedQueue
 
 pytestmark = pytest.mark.usefixtures("simulated_time")
 INTERVAL_S = 0.2
@@ -117,10 +117,3 @@ async def test_an_error_passes_after_the_text_before_it() -> None:
 
     assert puts.items[2] is error
     assert [item.outputs[0].text for item in puts.items[:2]] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("num_requests", "interval_s"), [(1, 0.05), (15, 0.05), (16, 0.1), (32, 0.15), (500, 0.2)]
-)
-def test_many_streams_have_longer_intervals(num_requests: int, interval_s: float) -> None:
-    assert interval_under_load(0.05, num_requests) == pytest.approx(interval_s)

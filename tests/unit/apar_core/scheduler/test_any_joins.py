@@ -30,6 +30,7 @@ shapes = st.builds(
     max_num_batched_tokens=st.integers(13, 64),
     max_model_len=st.just(2000),
     run_ahead=st.booleans(),
+    output_interval_s=st.sampled_from([0.0, 0.003, 0.05]),
 )
 few, many = (
     settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))

@@ -52,6 +52,8 @@ shapes = st.builds(
     max_num_seqs=st.integers(1, 12),
     max_num_batched_tokens=st.integers(13, 48),
     run_ahead=st.booleans(),
+    # A step takes 1 ms.
+    output_interval_s=st.sampled_from([0.0, 0.003, 0.05]),
 )
 requests = st.lists(
     st.tuples(scripts(), st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=5

@@ -111,6 +111,10 @@ def test_every_model_has_its_own_replicas_in_the_gateways_order() -> None:
     assert [each.max_ongoing_requests for each in replicas] == [64, 2]
 
 
+PACED = {"apar": {"output_interval_s": 0.05}}
+"""The default of `coalesce_s`, where the engine core reads it."""
+
+
 def test_user_arguments_override_the_presets_which_override_ours() -> None:
     model = ModelConfig(
         checkpoint="apar-7b", threads_per_request=2, kv_cache_gib=1, engine={"block_size": 64}
@@ -122,6 +126,7 @@ def test_user_arguments_override_the_presets_which_override_ours() -> None:
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": 2**30,
         "max_model_len": 2048,
+        "additional_config": PACED,
     }
     assert engine_arguments(model, on_gpu=True) == {
         "max_num_seqs": 700,
@@ -129,6 +134,7 @@ def test_user_arguments_override_the_presets_which_override_ours() -> None:
         "max_model_len": 2048,
         # A multiple of 16 that holds all rows; vLLM's default is 512.
         "max_cudagraph_capture_size": 704,
+        "additional_config": PACED,
     }
 
 
@@ -178,8 +184,12 @@ def test_fork_limits_are_merged_into_additional_config() -> None:
 
     assert engine_arguments(model, on_gpu=True)["additional_config"] == {
         "other": {"key": 1},
-        "apar": {"max_threads": 3},
+        "apar": {"max_threads": 3, "output_interval_s": 0.05},
     }
+
+
+def test_tokens_that_are_sent_at_once_leave_the_engine_core_at_once() -> None:
+    assert "additional_config" not in engine_arguments(ModelConfig(coalesce_s=0), on_gpu=True)
 
 
 def test_an_engine_replays_only_if_its_model_is_configured_to() -> None:
@@ -302,7 +312,7 @@ def test_family_attention_and_its_thresholds_reach_the_engine() -> None:
     read = fork_settings(VllmConfig(additional_config=arguments.pop("additional_config")))
 
     assert (read.attention, read.family) == ("family", FamilySettings(min_prefix_blocks=8))
-    assert "additional_config" not in plain
+    assert plain.pop("additional_config") == PACED
     assert arguments == plain
 
 
