@@ -112,6 +112,9 @@ def serving(
     handle: Annotated[
         bool, typer.Option("--handle", help="Call replicas over Ray Serve's handle.")
     ] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Stop the other server while one is measured.")
+    ] = False,
 ) -> None:
     """Compare the Ray Serve path with vLLM's own HTTP server, on unforked requests."""
     from benchmarks import serve_overhead
@@ -127,6 +130,7 @@ def serving(
         compiled=compiled,
         whole=whole,
         direct=not handle,
+        alone=alone,
         out=out,
     )
     _write(out, results)

@@ -1,9 +1,9 @@
 """Overhead of the Ray Serve path relative to vLLM's own HTTP server, on unforked requests.
 
 Both servers run side by side with the same model and the same engine arguments. Every repeat
-measures one after the other, so that changes in machine speed affect both. The processes of the
-other server are stopped meanwhile: an idle cluster takes some CPU time, too. Ratios are taken
-within a repeat, and their median over the repeats is reported.
+measures one after the other, so that changes in machine speed affect both. Ratios are taken within
+a repeat, and their median over the repeats is reported. With `alone`, the processes of the other
+server are stopped meanwhile: an idle cluster takes some CPU time, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from cluster.local_ray import free_port, local_ray
 
 NUM_TOKENS = 100
 # After a stop, the processes do what was due meanwhile.
-_AWAKE_S = 1.0
+_AWAKE_S = 3.0
 TIMEOUT_S = 600.0
 START_TIMEOUT_S = 180.0
 BARE, SERVE = "vLLM's own server", "apar serve"
@@ -80,6 +80,7 @@ def run(
     compiled: bool,
     whole: bool,
     direct: bool,
+    alone: bool,
     out: Path,
 ) -> dict[str, Any]:
     """Measure both servers and print the comparison; `requests` is the number per repeat.
@@ -111,11 +112,12 @@ def run(
             order = servers if index % 2 == 0 else servers[::-1]
             row: Repeat = {}
             for server in order:
-                with _stopped([other for other in servers if other is not server]):
+                others = [other for other in servers if alone and other is not server]
+                with _stopped(others):
                     row[server.name] = _measure(server, jobs, concurrency)
             rows.append(row)
     console.print(_table(rows, concurrency))
-    return {"whole": whole, "direct": direct, "repeats": rows}
+    return {"whole": whole, "direct": direct, "alone": alone, "repeats": rows}
 
 
 def _job(model: str, number: int, *, whole: bool) -> Job:
@@ -177,7 +179,8 @@ def _stopped(servers: list[Server]) -> Iterator[None]:
         for process in stopped:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
-        time.sleep(_AWAKE_S)
+        if stopped:
+            time.sleep(_AWAKE_S)
 
 
 def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

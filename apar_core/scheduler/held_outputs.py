@@ -143,15 +143,21 @@ class HeldOutputs:
                 passing.append(output)
                 continue
             earlier = held.outputs.get(output.request_id)
+            only_tokens = _has_only_tokens(output)
+            if earlier is not None and only_tokens:
+                # The common case, for nearly every row in nearly every step.
+                earlier.new_token_ids += output.new_token_ids
+                continue
             if earlier is not None:
-                # What is held has only token ids.
-                output.new_token_ids = [*earlier.new_token_ids, *output.new_token_ids]
-            held.outputs[output.request_id] = output
-            if not _has_only_tokens(output):
-                self._releasing[held] = None
-            elif earlier is None:
+                output.new_token_ids = earlier.new_token_ids + output.new_token_ids
+            elif only_tokens:
+                # The list may belong to the model runner.
+                output.new_token_ids = output.new_token_ids.copy()
                 self._holding[held] = None
                 self._due_s = min(self._due_s, held.due_s)
+            held.outputs[output.request_id] = output
+            if not only_tokens:
+                self._releasing[held] = None
         return passing
 
     def _interval_of(self, held: _Held) -> float:
