@@ -74,9 +74,8 @@ class ForkSettings(BaseModel):
     )
     output_interval_s: NonNegativeFloat = Field(
         0.0,
-        description="Interval at which the engine core sends a stream's tokens to the API process "
-        "(seconds); up to four times as long with many requests, and 1 s for whole answers. 0: "
-        "after each step, as in vLLM.",
+        description="Interval at which the engine core sends a request's tokens to the API process "
+        "(seconds); up to four times as long with many requests. 0: after each step, as in vLLM.",
     )
     parallel_format: FormatSetting | None = Field(
         None,

@@ -16,13 +16,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from vllm.sampling_params import RequestOutputKind
-
 from apar_core.fork_parameters import HOLD_ARG
 from apar_core.vllm_names import EngineCoreOutput, EngineCoreOutputs, Request
 
-WHOLE_ANSWER_S = 1.0
-"""Interval for answers that the client gets whole: only statistics need their tokens before."""
 _REQUESTS_A_STEP = 16
 _MOST_STEPS = 4
 
@@ -49,7 +45,6 @@ class _Held:
     """Outputs of one client's request, by the engine request ids of its threads."""
 
     client_index: int
-    is_whole: bool
     due_s: float = -math.inf
     thread_ids: list[str] = field(default_factory=list)
     outputs: dict[str, EngineCoreOutput] = field(default_factory=dict)
@@ -61,8 +56,9 @@ class HeldOutputs:
     A request's first output, the end of each thread, forks, errors and events pass at once,
     together with all that is held of that request. So the API process sees a thread's fork token
     before its child, and nothing arrives out of order. Other tokens pass when the clock is at a
-    multiple of the interval: `interval_s` for streams, growing with the number of requests, and
-    `WHOLE_ANSWER_S` for whole answers. With `interval_s` 0, everything passes at once.
+    multiple of the interval, which grows with the number of requests. Those of whole answers could
+    wait longer, but then the API process would have to decode them all when the answer ends. With
+    `interval_s` 0, everything passes at once.
     """
 
     def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,8 +83,7 @@ class HeldOutputs:
         params = request.sampling_params
         if not self.enabled or params is None or not (params.extra_args or {}).get(HOLD_ARG):
             return
-        is_whole = params.output_kind == RequestOutputKind.FINAL_ONLY
-        self._requests[request.request_id] = _Held(request.client_index, is_whole)
+        self._requests[request.request_id] = _Held(request.client_index)
         self.join(request.request_id, request.request_id)
 
     def join(self, thread_id: str, root_id: str) -> None:
@@ -116,10 +111,11 @@ class HeldOutputs:
         if now_s >= self._due_s:
             self._releasing.update((held, None) for held in self._holding if held.due_s <= now_s)
         released: dict[int, list[EngineCoreOutput]] = {}
+        interval_s = interval_under_load(self._interval_s, len(self._requests))
         for held in self._releasing:
             released.setdefault(held.client_index, []).extend(held.outputs.values())
             held.outputs.clear()
-            held.due_s = next_multiple(now_s, self._interval_of(held))
+            held.due_s = next_multiple(now_s, interval_s)
             self._holding.pop(held, None)
         if self._releasing:
             self._due_s = min((held.due_s for held in self._holding), default=math.inf)
@@ -159,11 +155,6 @@ class HeldOutputs:
             if not only_tokens:
                 self._releasing[held] = None
         return passing
-
-    def _interval_of(self, held: _Held) -> float:
-        if held.is_whole:
-            return max(self._interval_s, WHOLE_ANSWER_S)
-        return interval_under_load(self._interval_s, len(self._requests))
 
     def _forget(self, root_id: str) -> None:
         held = self._requests.pop(root_id, None)

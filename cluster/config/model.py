@@ -293,9 +293,9 @@ class ModelConfig(BaseModel):
     coalesce_s: NonNegativeFloat = Field(
         0.05,
         le=1,
-        description="Interval at which the engine sends tokens of a stream together (seconds); up "
-        "to four times as long with many streams, and 1 s for whole answers. 0 sends each token "
-        "at once.",
+        description="Interval at which tokens of a request leave the engine, and those of a stream "
+        "are sent, together (seconds); up to four times as long with many requests. 0 sends each "
+        "token at once.",
     )
     replay: bool = Field(
         False,

@@ -15,7 +15,6 @@ import torch
 from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
@@ -140,14 +139,12 @@ class ScriptedEngine:
         arrival_time: float = 0.0,
         priority: int = 0,
         journal: Journal | None = None,
-        output_kind: RequestOutputKind = RequestOutputKind.DELTA,
     ) -> None:
         """Add a request; with a journal, resume it."""
         parameters = parameters or fork_parameters()
         sampling = SamplingParams(
             max_tokens=max_tokens,
             extra_args={EXTRA_ARG: parameters.to_extra_arg(), HOLD_ARG: True},
-            output_kind=output_kind,
         )
         sampling._eos_token_id = END
         request = Request(

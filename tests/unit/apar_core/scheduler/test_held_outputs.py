@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import SchedulerStats
 
@@ -110,20 +109,6 @@ def test_a_fork_takes_along_all_that_is_held_of_its_request(core: Core) -> None:
         # The child's first token.
         {"a": [12], "a~0": [20]},
     ]
-
-
-def test_a_whole_answer_is_sent_once_a_second(core: Core) -> None:
-    core.engine.add("a", PROMPT, {"": range_of(150)}, output_kind=RequestOutputKind.FINAL_ONLY)
-
-    sent = core.step(151)
-
-    assert [(each.at_step, len(each.token_ids.get("a", ()))) for each in sent] == [
-        (1, 1),
-        (64, 63),
-        (128, 64),
-        (151, 23),
-    ]
-    assert core.engine.texts["a"] == range_of(150)[:-1]
 
 
 def range_of(num_tokens: int) -> list[int]:
