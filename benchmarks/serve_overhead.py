@@ -145,7 +145,7 @@ def _bare_server(settings: ClusterConfig, log: Path) -> Iterator[Server]:
     command += ["--served-model-name", model.public_name, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--disable-uvicorn-access-log"]
     arguments = engine_arguments(model, on_gpu=False)
-    del arguments["additional_config"]  # Only our scheduler reads it.
+    arguments.pop("additional_config", None)  # Only our scheduler reads it.
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [] if value is False else [flag, str(value)]
@@ -170,7 +170,7 @@ def _stopped(servers: list[Server]) -> Iterator[None]:
     stopped: list[psutil.Process] = []
     try:
         for root in (root for server in servers for root in server.roots):
-            for process in [root, *root.children(recursive=True)]:
+            for process in [*root.children(recursive=True), root]:
                 with suppress(psutil.NoSuchProcess):
                     process.suspend()
                     stopped.append(process)

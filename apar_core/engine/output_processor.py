@@ -63,6 +63,9 @@ class ForkOutputProcessor(OutputProcessor):
         self._plain: dict[str, RequestFollower] = {}
         # By engine request id, if the client asked for a thread-tagged stream.
         self._tagged: dict[str, ThreadTags] = {}
+        # Steps in which a request generated what came now, by engine request id, if the engine core
+        # may send the tokens of several steps together. 0: as many as tokens.
+        self._num_steps: dict[str, int] = {}
         self.stream_pause_s = 0.0
 
     def follow(self, request_id: str, follower: RequestFollower) -> None:
@@ -86,7 +89,9 @@ class ForkOutputProcessor(OutputProcessor):
             return
         params = request.sampling_params
         is_paced = params is not None and (params.extra_args or {}).get(HOLD_ARG, False)
-        if self.stream_pause_s > 0 and not is_paced:
+        if is_paced:
+            self._num_steps[request.request_id] = 0
+        elif self.stream_pause_s > 0:
             pace(self.request_states[request.request_id], self._stream_pause_now_s)
         state = self.request_states[request.request_id]
         follower = find_client(self._followers, state.external_req_id)
@@ -225,6 +230,11 @@ class ForkOutputProcessor(OutputProcessor):
                 continue
             for child_id in threads.feed(output):
                 self._threads[child_id] = threads
+            if threads.request_id in self._num_steps:
+                num_steps = len(output.new_token_ids)
+                if threads.request_id in fed:
+                    num_steps = max(num_steps, self._num_steps[threads.request_id])
+                self._num_steps[threads.request_id] = num_steps
             fed[threads.request_id] = threads
         unfinished: list[str] = []
         for threads in fed.values():
@@ -286,18 +296,20 @@ class ForkOutputProcessor(OutputProcessor):
         engine_core_timestamp: float | None,
         iteration_stats: IterationStats | None,
     ) -> None:
-        """As in vLLM, but the time between tokens that came together is divided among them.
+        """As in vLLM, but the time between tokens that came together is divided among their steps.
 
         vLLM counts it once, as if one step had generated them.
         """
         super()._update_stats_from_output(
             req_state, engine_core_output, engine_core_timestamp, iteration_stats
         )
-        num_tokens = len(engine_core_output.new_token_ids)
-        if iteration_stats is None or num_tokens < 2 or req_state.is_prefilling:
+        num_steps = self._num_steps.get(req_state.request_id)
+        if iteration_stats is None or num_steps is None or req_state.is_prefilling:
             return
-        pauses_s = iteration_stats.inter_token_latencies_iter
-        pauses_s[-1:] = [pauses_s[-1] / num_tokens] * num_tokens
+        num_steps = num_steps or len(engine_core_output.new_token_ids)
+        if num_steps > 1:
+            pauses_s = iteration_stats.inter_token_latencies_iter
+            pauses_s[-1:] = [pauses_s[-1] / num_steps] * num_steps
 
     def _finish_request(self, req_state: RequestState) -> None:
         super()._finish_request(req_state)
@@ -307,6 +319,7 @@ class ForkOutputProcessor(OutputProcessor):
         """Remove a request's threads; later outputs of them are ignored."""
         request_id = req_state.request_id
         self._plain.pop(request_id, None)
+        self._num_steps.pop(request_id, None)
         threads: RequestThreads | UnforkedThread | None = self._unforked.pop(request_id, None)
         if (forked := self._threads.get(request_id)) is not None:
             threads = forked

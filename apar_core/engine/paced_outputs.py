@@ -4,7 +4,7 @@ With a small model, most of a server's time goes into waking a task, building a 
 it, once per token. Outputs that arrive close together are merged before that.
 
 The engine core does the same for most requests, and saves more (`scheduler/held_outputs.py`). This
-is for the others: those with stop strings, log-probabilities or a deadline.
+is for the others, for example those with stop strings, log-probabilities or a deadline.
 """
 
 from __future__ import annotations

@@ -283,6 +283,12 @@ class ForkMixin(Scheduler):
         """As in vLLM; a pause that lets running requests end lets all their threads end."""
         super().set_pause_state(pause_state)
         self._hold_begun_threads()
+        if pause_state == PauseState.PAUSED_ALL:
+            self.held.release_all()
+
+    def has_requests(self) -> bool:
+        """As in vLLM, and while a step must send what is held before a pause."""
+        return super().has_requests() or self.held.waits_for_step
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -375,7 +381,7 @@ class ForkMixin(Scheduler):
         # The child needs room for its seed and at least one token of its own.
         has_room = group.parameters.num_read(fork_index) < self.max_model_len
         if not has_room or not group.may_fork():
-            self.refuse(parent.client_index, child_request_id)
+            self.refuse(group, parent.client_index, child_request_id)
             return
         child = build_child_request(
             parent,
@@ -391,8 +397,9 @@ class ForkMixin(Scheduler):
         # Forks start at the end of the step, in order of their requests' age, not of the rows.
         self.admission.wait(group, child)
 
-    def refuse(self, client_index: int, child_request_id: str) -> None:
+    def refuse(self, group: ThreadGroup[Request], client_index: int, child_request_id: str) -> None:
         """Report a child that does not open as ended by length."""
+        self.held.join(child_request_id, group.root_id)
         self.admission.counters.refused += 1
         self._unopened.append((client_index, child_request_id, FinishReason.LENGTH))
 
@@ -410,6 +417,7 @@ class ForkMixin(Scheduler):
         self, group: ThreadGroup[Request], thread: Request, reason: FinishReason
     ) -> None:
         """End a thread that does not continue behind its children's texts."""
+        self.held.join(thread.request_id, group.root_id)
         self._unopened.append((thread.client_index, thread.request_id, reason))
         self.block_sharing.forget(thread.request_id)
         self.threads.end_thread(thread.request_id)
@@ -491,6 +499,8 @@ class ForkMixin(Scheduler):
             self.block_sharing.forget(child.request_id)
         self.admission.closed(group)
         ended = deferred + self.joins.close(group)
+        for thread in ended:
+            self.held.join(thread.request_id, group.root_id)
         self.threads.drop_if_ended(group)
         if ended:
             self._leave_if_ended(group.root_id, ended[0].client_index)

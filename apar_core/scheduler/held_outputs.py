@@ -42,12 +42,16 @@ def next_multiple(now_s: float, interval_s: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """Outputs of one client's request, by the engine request ids of its threads."""
+    """Outputs of one client's request, in the order of the engine's.
+
+    `open` has those to which tokens can be added, by the engine request id of the thread.
+    """
 
     client_index: int
     due_s: float = -math.inf
     thread_ids: list[str] = field(default_factory=list)
-    outputs: dict[str, EngineCoreOutput] = field(default_factory=dict)
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    open: dict[str, EngineCoreOutput] = field(default_factory=dict)
 
 
 class HeldOutputs:
@@ -59,6 +63,8 @@ class HeldOutputs:
     multiple of the interval, which grows with the number of requests. Those of whole answers could
     wait longer, but then the API process would have to decode them all when the answer ends. With
     `interval_s` 0, everything passes at once.
+
+    What is held when vLLM aborts everything, to shut down or to pause, is lost.
     """
 
     def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +77,8 @@ class HeldOutputs:
         self._holding: dict[_Held, None] = {}
         self._due_s = math.inf
         self._releasing: dict[_Held, None] = {}
-        self._ended: list[str] = []
+        # By the root's id; the id may come back before the next step.
+        self._ended: dict[str, _Held] = {}
 
     @property
     def enabled(self) -> bool:
@@ -83,6 +90,8 @@ class HeldOutputs:
         params = request.sampling_params
         if not self.enabled or params is None or not (params.extra_args or {}).get(HOLD_ARG):
             return
+        if (ended := self._ended.pop(request.request_id, None)) is not None:
+            self._forget(ended)
         self._requests[request.request_id] = _Held(request.client_index)
         self.join(request.request_id, request.request_id)
 
@@ -99,10 +108,20 @@ class HeldOutputs:
         if held is not None:
             self._releasing[held] = None
 
+    def release_all(self) -> None:
+        """Let everything pass at the end of the next step."""
+        self._releasing.update(self._holding)
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether outputs pass at the end of the next step, even if it generates nothing."""
+        return bool(self._releasing)
+
     def end(self, root_id: str) -> None:
         """Forget a request after this step, or before the next one: all its threads have ended."""
-        if root_id in self._requests:
-            self._ended.append(root_id)
+        held = self._requests.pop(root_id, None)
+        if held is not None:
+            self._ended[root_id] = held
 
     def pass_on(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Replace the outputs of a step by those to send now, by the index of the client."""
@@ -113,16 +132,17 @@ class HeldOutputs:
         released: dict[int, list[EngineCoreOutput]] = {}
         interval_s = interval_under_load(self._interval_s, len(self._requests))
         for held in self._releasing:
-            released.setdefault(held.client_index, []).extend(held.outputs.values())
+            released.setdefault(held.client_index, []).extend(held.outputs)
             held.outputs.clear()
+            held.open.clear()
             held.due_s = next_multiple(now_s, interval_s)
             self._holding.pop(held, None)
-        if self._releasing:
+        for held in self._ended.values():
+            self._forget(held)
+        if self._releasing or self._ended:
             self._due_s = min((held.due_s for held in self._holding), default=math.inf)
             self._releasing.clear()
-        for root_id in self._ended:
-            self._forget(root_id)
-        self._ended.clear()
+            self._ended.clear()
         for index in outputs.keys() | released.keys():
             message = outputs.setdefault(index, EngineCoreOutputs())
             # Those that pass at once may be children, whose parents must be first.
@@ -138,31 +158,34 @@ class HeldOutputs:
             if held is None:
                 passing.append(output)
                 continue
-            earlier = held.outputs.get(output.request_id)
-            only_tokens = _has_only_tokens(output)
-            if earlier is not None and only_tokens:
+            earlier = held.open.get(output.request_id)
+            if not _has_only_tokens(output):
+                held.open.pop(output.request_id, None)
+                # An output without tokens is a thread's second one in the same step.
+                if earlier is not None and output.new_token_ids and not _has_rows(output):
+                    output.new_token_ids = earlier.new_token_ids + output.new_token_ids
+                    held.outputs = [output if each is earlier else each for each in held.outputs]
+                else:
+                    held.outputs.append(output)
+                self._releasing[held] = None
+            elif earlier is not None:
                 # The common case, for nearly every row in nearly every step.
                 earlier.new_token_ids += output.new_token_ids
-                continue
-            if earlier is not None:
-                output.new_token_ids = earlier.new_token_ids + output.new_token_ids
-            elif only_tokens:
+            else:
                 # The list may belong to the model runner.
                 output.new_token_ids = output.new_token_ids.copy()
+                held.open[output.request_id] = output
+                held.outputs.append(output)
                 self._holding[held] = None
                 self._due_s = min(self._due_s, held.due_s)
-            held.outputs[output.request_id] = output
-            if not only_tokens:
-                self._releasing[held] = None
         return passing
 
-    def _forget(self, root_id: str) -> None:
-        held = self._requests.pop(root_id, None)
-        if held is None:
-            return
+    def _forget(self, held: _Held) -> None:
         self._holding.pop(held, None)
+        self._releasing.pop(held, None)
         for thread_id in held.thread_ids:
-            self._by_thread.pop(thread_id, None)
+            if self._by_thread.get(thread_id) is held:
+                del self._by_thread[thread_id]
 
 
 def _has_only_tokens(output: EngineCoreOutput) -> bool:
@@ -177,4 +200,13 @@ def _has_only_tokens(output: EngineCoreOutput) -> bool:
         and output.prompt_token_id_logprobs is None
         and output.routed_experts is None
         and not output.num_nans_in_logits
+    )
+
+
+def _has_rows(output: EngineCoreOutput) -> bool:
+    """Return whether an output has more than an id for each token."""
+    return (
+        output.new_logprobs is not None
+        or output.new_sampling_mask is not None
+        or output.routed_experts is not None
     )

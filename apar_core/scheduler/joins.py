@@ -51,7 +51,7 @@ class JoiningScheduler(Protocol):
     block_sharing: BlockSharing
     max_model_len: int
 
-    def refuse(self, client_index: int, child_request_id: str) -> None:
+    def refuse(self, group: Group, client_index: int, child_request_id: str) -> None:
         """Report a child that does not open as ended by length."""
 
     def pause_thread(self, thread: Request) -> None:
@@ -134,7 +134,7 @@ class Joins:
             waiting.child_ids.append(child_id)
             num_tokens = num_inherited + len(child.seed)
             if num_tokens >= scheduler.max_model_len or not group.may_fork():
-                scheduler.refuse(parent.client_index, child_id)
+                scheduler.refuse(group, parent.client_index, child_id)
                 waiting.texts[child_id] = ()
                 continue
             request = build_thread_request(

@@ -19,9 +19,10 @@ last second.
 - All others are sums over the processes of a node. They survive the end of a process, and do not
   fall when a replica or the gateway is restarted. Gauges end with their process.
 - All gateways report the same `apar_replicas` and `apar_replicas_wanted`; use the maximum.
-- The engine sends the tokens of several steps together (`coalesce_s`). So
-  `vllm:inter_token_latency_seconds` has the mean time between them, `vllm:iteration_tokens_total`
-  their number instead of that of a step, and vLLM's gauges may be 1 s old.
+- The engine sends the tokens of several steps together (`coalesce_s`). So an observation of
+  `vllm:iteration_tokens_total` counts the tokens of a message, not of a step,
+  `vllm:inter_token_latency_seconds` has the mean time of the steps, and vLLM's gauges may be 1 s
+  old.
 - Prometheus adds `cluster` and `namespace` to each target (`dashboards/prometheus`, on Kubernetes
   the PodMonitor). Aggregate by both, so that two clusters stay apart.
 """

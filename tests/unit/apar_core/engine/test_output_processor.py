@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from apar_core.engine.output_processor import ForkOutputProcessor
 from apar_core.engine.request_follower import RequestFollower
-from apar_core.fork_parameters import EXTRA_ARG
+from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters
 
 
@@ -29,6 +29,7 @@ def add_request(
     *,
     logprobs: int | None = None,
     plain: bool = False,
+    held: bool = False,
     resumable: bool = False,
     queue: Any = None,
     **changes: Any,
@@ -41,7 +42,8 @@ def add_request(
         max_tokens=50,
         logprobs=logprobs,
         output_kind=RequestOutputKind.CUMULATIVE if queue is None else RequestOutputKind.DELTA,
-        extra_args=None if plain else {EXTRA_ARG: fork_parameters().to_extra_arg() | changes},
+        extra_args=({} if plain else {EXTRA_ARG: fork_parameters().to_extra_arg() | changes})
+        | ({HOLD_ARG: True} if held else {}),
     )
     request = EngineCoreRequest(
         request_id=request_id,
@@ -76,16 +78,33 @@ def test_request_sees_one_text_and_no_control_tokens() -> None:
     assert record.statistics.forks == 1
 
 
-def test_the_time_between_tokens_that_come_together_is_divided_among_them() -> None:
+@pytest.mark.parametrize(("held", "second"), [(True, [0.125] * 4), (False, [0.5])])
+def test_the_time_between_tokens_that_come_together_is_divided_among_their_steps(
+    held: bool, second: list[float]
+) -> None:
     processor: Any = ForkOutputProcessor(None, log_stats=True)
-    add_request(processor, "r", "client's", plain=True)
+    add_request(processor, "r", "client's", plain=True, held=held)
     pauses_s = []
     for tokens, at_s in ([10], 1.0), ([11, 12, 13, 14], 1.5), ([15], 1.75):
         statistics = IterationStats()
         processor.process_outputs([output("r", tokens)], at_s, statistics)
         pauses_s.append(statistics.inter_token_latencies_iter)
 
-    assert pauses_s == [[], [0.125] * 4, [0.25]]
+    assert pauses_s == [[], second, [0.25]]
+
+
+def test_text_that_waited_for_a_child_hides_no_pause() -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=True)
+    add_request(processor, "r", "client's", held=True)
+    processor.process_outputs([output("r", [10, FORK])], 1.0, IterationStats())
+    processor.process_outputs([output("r", [11, 12, 13, 14, 15])], 1.25, IterationStats())
+    statistics = IterationStats()
+    last = [output("r", [16, 17]), output("r~0", [20, END], FinishReason.STOP)]
+
+    processor.process_outputs(last, 1.5, statistics)
+
+    # Two steps; 8 tokens became certain.
+    assert statistics.inter_token_latencies_iter == [0.25, 0.25]
 
 
 def test_a_clients_stop_token_ends_all_threads() -> None:

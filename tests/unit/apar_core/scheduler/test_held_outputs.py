@@ -1,13 +1,18 @@
 """When an engine core sends what a step has generated."""
 
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import SchedulerStats
 
+from apar_core.fork_parameters import HOLD_ARG
 from apar_core.scheduler.held_outputs import interval_under_load
+from tests.fakes.block_scripts import FORMATS, block_parameters, tokens
 from tests.fakes.scripted_engine import END, FORK, EngineShape, ScriptedEngine
 
 PROMPT = list(range(100, 110))
@@ -168,6 +173,58 @@ def test_statistics_come_alone_once_a_second(model_dir: Path) -> None:
     sent = core.step(150)
 
     assert [(each.at_step, len(each.outputs)) for each in sent] == [(1, 1), (65, 0), (129, 0)]
+
+
+def test_a_pause_sends_what_is_held(core: Core) -> None:
+    core.engine.add("a", PROMPT, {"": LONG})
+    core.step(3)
+
+    core.engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+    assert [each.token_ids for each in core.step(2)] == [{"a": [1001, 1002]}]
+    core.engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    core.engine.run()
+    assert core.engine.texts["a"] == LONG[:-1]
+    core.engine.assert_nothing_is_left()
+
+
+def test_an_id_that_returns_before_the_next_step_gets_nothing_of_the_old_request(
+    core: Core,
+) -> None:
+    core.engine.add("a", PROMPT, {"": LONG})
+    core.engine.add("b", PROMPT, {"": LONG})
+    core.step(3)
+
+    core.engine.abort("a")
+    core.engine.scheduler.held.begin(new_request("a"))
+    core.step(1)
+
+    assert "a" in core.engine.scheduler.held._requests
+    assert core.engine.scheduler.held._requests["a"].outputs == []
+
+
+def new_request(request_id: str) -> Any:
+    params = SamplingParams(extra_args={HOLD_ARG: True})
+    return SimpleNamespace(request_id=request_id, sampling_params=params, client_index=0)
+
+
+@pytest.mark.parametrize("output_interval_s", [0.0, 5 * STEP_S])
+def test_a_block_whose_children_are_refused_opens_before_its_thread_ends(
+    model_dir: Path, output_interval_s: float
+) -> None:
+    block = "<Parallel><Outlines><Outline>1: a</Outline><Outline>2: b</Outline></Outlines>"
+    children = {key: tokens(f"c{key}</Thread>") for key in "0123"}
+    script = {"": tokens(f"x{block}y{block}z", ends=True), **children}
+    shape = EngineShape(num_blocks=300, max_model_len=2000, output_interval_s=output_interval_s)
+    core = Core(shape, model_dir)
+    parameters = block_parameters(FORMATS["threadweaver"], max_forks=2)
+    core.engine.add("a", tokens("?"), script, max_tokens=1900, parameters=parameters)
+
+    outputs = [each for sent in core.step(300) for each in sent.outputs]
+
+    assert core.engine.finish_reasons == {"a": "length"}
+    last = [(each.request_id, each.finish_reason is None) for each in outputs[-4:]]
+    assert last == [("a", True), ("a~2", False), ("a~3", False), ("a", False)]
 
 
 @pytest.mark.parametrize(
