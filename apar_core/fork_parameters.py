@@ -19,8 +19,7 @@ NO_TOKEN = -1
 EXTRA_ARG = "apar"
 """Key of the parameters in `SamplingParams.extra_args`."""
 HOLD_ARG = "apar_hold"
-"""Key of `SamplingParams.extra_args`: whether the engine core may send the tokens of several steps
-together (`scheduler/held_outputs.py`)."""
+"""Key of `SamplingParams.extra_args`: see `may_be_held`."""
 _TUPLES = ("seed_ids", "banned_ids", "end_ids", "thread_path", "replacement_ids")
 
 
@@ -122,6 +121,14 @@ class ForkParameters:
 
 
 _NAMES = tuple(field.name for field in fields(ForkParameters))
+
+
+def may_be_held(extra_args: Mapping[str, Any] | None) -> bool:
+    """Return whether the engine core may send a request's tokens of several steps together.
+
+    The API process decides this for each request (`engine/input_processor.py`).
+    """
+    return bool(extra_args and extra_args.get(HOLD_ARG))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from apar_core.engine.thread_outputs import (
     watch_unforked,
 )
 from apar_core.engine.thread_tags import Decoder, ThreadTags
-from apar_core.fork_parameters import HOLD_ARG, ForkParameters
+from apar_core.fork_parameters import ForkParameters, may_be_held
 from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.held_outputs import interval_under_load
@@ -63,8 +63,8 @@ class ForkOutputProcessor(OutputProcessor):
         self._plain: dict[str, RequestFollower] = {}
         # By engine request id, if the client asked for a thread-tagged stream.
         self._tagged: dict[str, ThreadTags] = {}
-        # Steps in which a request generated what came now, by engine request id, if the engine core
-        # may send the tokens of several steps together. 0: as many as tokens.
+        # By engine request id, if the engine core may send the tokens of several steps together:
+        # number of steps behind the last message. 0 for a single thread: one step per token.
         self._num_steps: dict[str, int] = {}
         self.stream_pause_s = 0.0
 
@@ -88,8 +88,7 @@ class ForkOutputProcessor(OutputProcessor):
         if not is_new:
             return
         params = request.sampling_params
-        is_paced = params is not None and (params.extra_args or {}).get(HOLD_ARG, False)
-        if is_paced:
+        if params is not None and may_be_held(params.extra_args):
             self._num_steps[request.request_id] = 0
         elif self.stream_pause_s > 0:
             pace(self.request_states[request.request_id], self._stream_pause_now_s)

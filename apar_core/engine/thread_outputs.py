@@ -18,6 +18,7 @@ from apar_core.engine.request_follower import RequestFollower
 from apar_core.engine.thread_tags import ThreadTags
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
+from apar_core.scheduler.held_outputs import has_only_tokens
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import Separator, TreeStream
 from apar_core.tree.statistics import TreeStatistics, tree_statistics, unforked_statistics
@@ -78,17 +79,7 @@ _NOTHING_CARRIED = _Carried()
 
 def _is_one_token(output: EngineCoreOutput) -> bool:
     """Return whether an output is one token id and nothing else."""
-    return (
-        len(output.new_token_ids) == 1
-        and output.finish_reason is None
-        and output.new_logprobs is None
-        and output.events is None
-        and output.prefill_stats is None
-        and output.new_sampling_mask is None
-        and output.new_prompt_logprobs_tensors is None
-        and output.prompt_token_id_logprobs is None
-        and not output.num_nans_in_logits
-    )
+    return len(output.new_token_ids) == 1 and has_only_tokens(output)
 
 
 def _ended_itself(output: EngineCoreOutput, parameters: ForkParameters) -> bool:

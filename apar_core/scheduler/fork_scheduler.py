@@ -426,8 +426,7 @@ class ForkMixin(Scheduler):
 
     def _start(self, group: ThreadGroup[Request], child: Request) -> None:
         self.threads.add_thread(group, child.request_id)
-        if child.request_id != group.root_id:
-            self.held.join(child.request_id, group.root_id)
+        self.held.join(child.request_id, group.root_id)
         self.admission.queue.thread_began(child.request_id, group.parameters.key)
         self.row_warnings.starts_fork(len(self.running))
         super().add_request(child)

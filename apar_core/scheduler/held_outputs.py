@@ -2,8 +2,7 @@
 
 vLLM's engine core sends a message after each step, and the API process handles each row of it:
 decoding, detokenization, statistics, waking the request's task. A client that gets a chunk every
-50 ms, or a whole answer, needs none of that for most steps. At a few hundred rows it takes as long
-as a step of the model.
+50 ms, or a whole answer, needs none of that for most steps.
 
 The API process decides which requests may wait (`HOLD_ARG`), because it knows what it does with
 their tokens.
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from apar_core.fork_parameters import HOLD_ARG
+from apar_core.fork_parameters import may_be_held
 from apar_core.vllm_names import EngineCoreOutput, EngineCoreOutputs, Request
 
 _REQUESTS_A_STEP = 16
@@ -42,9 +41,9 @@ def next_multiple(now_s: float, interval_s: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """Outputs of one client's request, in the order of the engine's.
+    """Outputs of one client's request, in the order in which the engine made them.
 
-    `open` has those to which tokens can be added, by the engine request id of the thread.
+    `open` has those that further tokens of the thread are added to, by its engine request id.
     """
 
     client_index: int
@@ -88,7 +87,7 @@ class HeldOutputs:
     def begin(self, request: Request) -> None:
         """Add a client's request, if it may wait for its outputs."""
         params = request.sampling_params
-        if not self.enabled or params is None or not (params.extra_args or {}).get(HOLD_ARG):
+        if not self.enabled or params is None or not may_be_held(params.extra_args):
             return
         if (ended := self._ended.pop(request.request_id, None)) is not None:
             self._forget(ended)
@@ -96,9 +95,9 @@ class HeldOutputs:
         self.join(request.request_id, request.request_id)
 
     def join(self, thread_id: str, root_id: str) -> None:
-        """Add a thread of a request."""
+        """Add a thread of a request; may be called again for the same thread."""
         held = self._requests.get(root_id)
-        if held is not None:
+        if held is not None and self._by_thread.get(thread_id) is not held:
             held.thread_ids.append(thread_id)
             self._by_thread[thread_id] = held
 
@@ -145,7 +144,6 @@ class HeldOutputs:
             self._ended.clear()
         for index in outputs.keys() | released.keys():
             message = outputs.setdefault(index, EngineCoreOutputs())
-            # Those that pass at once may be children, whose parents must be first.
             message.outputs = released.get(index, []) + passing.get(index, [])
             if not message.outputs and message.finished_requests is None:
                 del outputs[index]
@@ -159,7 +157,7 @@ class HeldOutputs:
                 passing.append(output)
                 continue
             earlier = held.open.get(output.request_id)
-            if not _has_only_tokens(output):
+            if not has_only_tokens(output):
                 held.open.pop(output.request_id, None)
                 # An output without tokens is a thread's second one in the same step.
                 if earlier is not None and output.new_token_ids and not _has_rows(output):
@@ -188,8 +186,8 @@ class HeldOutputs:
                 del self._by_thread[thread_id]
 
 
-def _has_only_tokens(output: EngineCoreOutput) -> bool:
-    """Return whether an output can be joined with those of the steps before and after it."""
+def has_only_tokens(output: EngineCoreOutput) -> bool:
+    """Return whether an output has token ids and nothing else, so that others can be added."""
     return (
         output.finish_reason is None
         and output.events is None

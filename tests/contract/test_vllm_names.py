@@ -473,7 +473,7 @@ ATTRIBUTES = (
 # it belongs, and for `SamplingParams` whether `can_continue` allows it.
 FIELDS = {
     # Rebuilt by `RequestThreads`. `HeldOutputs` keeps those of the last step, and holds no output
-    # in which one is set that matters in each step (`_has_only_tokens`).
+    # in which one is set that matters in each step (`has_only_tokens`).
     EngineCoreOutput: {
         "of the request": "request_id new_token_ids finish_reason stop_reason",
         "joined over threads": "new_logprobs new_sampling_mask num_nans_in_logits",
