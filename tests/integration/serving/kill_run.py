@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import psutil
@@ -46,6 +47,8 @@ class KillRun:
     load: Load
     kills: list[Kill] = field(default_factory=list)
     seconds: float = 0.0
+    dropped_connections: int = 0
+    """Connection attempts that the kernel dropped because a listener's queue was full."""
 
     def count(self, title: str) -> int:
         """Number of killed processes of this title."""
@@ -84,7 +87,18 @@ class KillRun:
             cells = [str(count) for count in (*counts, *(outcomes[kind] for kind in kinds))]
             rows.append([NAMES.get(title, title), *cells])
         table = "\n".join(" | ".join(cell.rjust(13) for cell in row) for row in rows)
-        return f"{len(self.kills)} kills in {self.seconds:.0f} s\n{table}\n\n{self.load.table()}"
+        late = max((length for _, length in self.load.stalls), default=0.0)
+        return (
+            f"{len(self.kills)} kills in {self.seconds:.0f} s\n{table}\n\n{self.load.table()}\n\n"
+            f"connection attempts dropped by the kernel: {self.dropped_connections}\n"
+            f"times the clients' event loop was late: {len(self.load.stalls)}, at most {late:.1f} s"
+        )
+
+
+def dropped_connections() -> int:
+    """Connection attempts that this machine's kernel has dropped before `accept` (Linux)."""
+    names, values, *_ = Path("/proc/net/netstat").read_text(encoding="utf-8").splitlines()
+    return int(dict(zip(names.split(), values.split(), strict=True))["ListenDrops"])
 
 
 def rounds(draw: random.Random, titles: tuple[str, ...], number: int) -> list[str]:
@@ -112,6 +126,7 @@ async def kill_run(
     """
     draw = random.Random(seed)
     started = time.monotonic()
+    dropped = dropped_connections()
     async with under_load(server.url, num_clients=num_clients, seed=seed) as load:
         run = KillRun(load)
         for number, title in enumerate(rounds(draw, titles, num_kills)):
@@ -120,7 +135,7 @@ async def kill_run(
             # The next kill waits for its part of the requests.
             await until_sent(load, num_requests * number // num_kills)
             await asyncio.sleep(draw.uniform(0.0, 4.0))
-            while not (victims := server.processes(title)):
+            while not (victims := await processes(server, title)):
                 await until_alive(server, title, set())
             draw.choice(victims).kill()
             run.kills.append(Kill(title, time.monotonic()))
@@ -128,14 +143,20 @@ async def kill_run(
         await until_sent(load, num_requests)
         await asyncio.sleep(2)
     run.seconds = time.monotonic() - started
+    run.dropped_connections = dropped_connections() - dropped
     return run
+
+
+async def processes(server: Server, title: str) -> list[psutil.Process]:
+    """Find the server's processes in a thread, so that the clients' event loop goes on."""
+    return await asyncio.to_thread(server.processes, title)
 
 
 async def until_back(server: Server, num_replicas: int, num_gateways: int) -> None:
     """Wait until all replicas and gateways run, and the server is healthy."""
     await asyncio.to_thread(server.wait_for_replicas, num_replicas, timeout_s=RECOVERY_S)
     async with asyncio.timeout(RECOVERY_S):
-        while len(server.processes(GATEWAY)) < num_gateways:  # noqa: ASYNC110 - other processes
+        while len(await processes(server, GATEWAY)) < num_gateways:  # noqa: ASYNC110 - processes
             await asyncio.sleep(0.2)
 
 
@@ -149,7 +170,7 @@ async def kill_and_watch(server: Server, title: str, seconds: float) -> Load:
     """Kill all processes of a kind under load, and go on for a while."""
     async with under_load(server.url, num_clients=8) as load:
         await asyncio.sleep(2)
-        victims = server.processes(title)
+        victims = await processes(server, title)
         assert victims, title
         for victim in victims:
             victim.kill()
@@ -161,7 +182,8 @@ async def until_alive(server: Server, title: str, dead: set[int]) -> psutil.Proc
     """The process that has come in the place of one that was killed."""
     deadline = time.monotonic() + RECOVERY_S
     while True:
-        fresh = [process for process in server.processes(title) if process.pid not in dead]
+        found = await processes(server, title)
+        fresh = [process for process in found if process.pid not in dead]
         if fresh:
             return fresh[0]
         assert time.monotonic() < deadline, title

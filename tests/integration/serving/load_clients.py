@@ -3,11 +3,12 @@
 import asyncio
 import json
 import random
+import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -29,6 +30,10 @@ PROMPTS = tuple(
     )
 )
 DEADLINE_S = 120.0
+STALL_S = 0.5
+"""The clients' event loop is reported as late from this delay on (s)."""
+# Each request uses a connection of its own. A context for each would take 20 ms of the event loop.
+SSL_CONTEXT = ssl.create_default_context()
 
 
 def chat(prompt: str, model: str) -> dict[str, Any]:
@@ -68,8 +73,23 @@ def _code(error: Any) -> str:
     return str(error["code"])
 
 
+def _httpx_client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=url, timeout=None, headers=authorization(), verify=SSL_CONTEXT
+    )
+
+
+def _openai_client(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{url}/v1",
+        api_key=TOKEN,
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(verify=SSL_CONTEXT),
+    )
+
+
 async def _httpx_whole(url: str, body: dict[str, Any]) -> str:
-    async with httpx.AsyncClient(base_url=url, timeout=None, headers=authorization()) as client:
+    async with _httpx_client(url) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     content = answer.json()
     if answer.status_code != 200:
@@ -80,7 +100,7 @@ async def _httpx_whole(url: str, body: dict[str, Any]) -> str:
 async def _httpx_stream(url: str, body: dict[str, Any]) -> str:
     text, finished, error = "", False, None
     async with (
-        httpx.AsyncClient(base_url=url, timeout=None, headers=authorization()) as client,
+        _httpx_client(url) as client,
         client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer,
     ):
         if answer.status_code != 200:
@@ -103,14 +123,14 @@ async def _httpx_stream(url: str, body: dict[str, Any]) -> str:
 
 
 async def _openai_whole(url: str, body: dict[str, Any]) -> str:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as client:
+    async with _openai_client(url) as client:
         answer = await client.chat.completions.create(**body)
     return answer.choices[0].message.content or ""
 
 
 async def _openai_stream(url: str, body: dict[str, Any]) -> str:
     text = ""
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as client:
+    async with _openai_client(url) as client:
         async for chunk in await client.chat.completions.create(**body, stream=True):
             text += "".join(choice.delta.content or "" for choice in chunk.choices)
     return text
@@ -160,6 +180,8 @@ class Load:
     expected: dict[str, str]
     outcomes: list[Outcome] = field(default_factory=list)
     stopping: bool = False
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    """Delays of the clients' event loop: end on the clock of `time.monotonic()`, length (s)."""
 
     async def client(self, seed: int) -> None:
         """One client: one request after the other, manners and prompts at random."""
@@ -171,6 +193,23 @@ class Load:
             self.outcomes.append(outcome)
             if outcome.kind != RIGHT:
                 await asyncio.sleep(0.2)  # as a client that heeds Retry-After, but impatient
+
+    async def watch_event_loop(self) -> None:
+        """Record when the clients' own event loop is late; a timeout may then be theirs."""
+        while not self.stopping:
+            due = time.monotonic() + 0.05
+            await asyncio.sleep(0.05)
+            if (late := time.monotonic() - due) >= STALL_S:
+                self.stalls.append((due + late, late))
+
+    def explained(self, outcome: Outcome) -> Outcome:
+        """Add the delays of the clients' own event loop to a request that was closed."""
+        started_s = outcome.ended_s - outcome.seconds
+        late = [length for end_s, length in self.stalls if started_s <= end_s]
+        if outcome.kind != CLOSED or not late:
+            return outcome
+        said = f"{outcome.detail}; the clients' event loop was late by {max(late):.1f} s"
+        return replace(outcome, detail=said)
 
     @property
     def failures(self) -> list[Outcome]:
@@ -203,6 +242,7 @@ async def under_load(
     """Clients at work; on leaving they finish what they have begun."""
     load = Load(url, model, await texts(url, model))
     tasks = [asyncio.create_task(load.client(seed * 1000 + n)) for n in range(num_clients)]
+    tasks.append(asyncio.create_task(load.watch_event_loop()))
     try:
         yield load
     finally:
