@@ -118,7 +118,7 @@ async def soak(server: Server, minutes: float) -> tuple[list[Sample], Load, Coun
             asyncio.create_task(other_apis_client(server.url, load, counts)),
         ]
         while time.monotonic() - started < 60 * minutes:
-            samples += sampled(server, started)
+            samples += await asyncio.to_thread(sampled, server, started)
             await asyncio.sleep(PERIOD_S)
         load.stopping = True
         await asyncio.gather(*others)
@@ -129,6 +129,8 @@ def report(found: list[Growth], load: Load, counts: Counter[str]) -> bool:
     """Print the results; return whether all are good."""
     print(load.table())
     print(dict(counts))
+    for outcome in load.failures:
+        print(f"{outcome.manner} {outcome.kind}: {outcome.detail}")
     good = not load.failures and not counts["failed"]
     for growth in sorted(found, key=lambda each: each.before_mib, reverse=True):
         within = growth.is_within(MAX_GROWTH, MAX_GROWTH_MIB)

@@ -5,7 +5,6 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import psutil
@@ -18,7 +17,7 @@ from tests.integration.serving.apar_process import (
     REPLICA,
     Server,
 )
-from tests.integration.serving.load_clients import Load, under_load
+from tests.integration.serving.load_clients import Load, repeated_attempts, under_load
 
 RECOVERY_S = 180.0
 NAMES = {
@@ -47,8 +46,8 @@ class KillRun:
     load: Load
     kills: list[Kill] = field(default_factory=list)
     seconds: float = 0.0
-    dropped_connections: int = 0
-    """Connection attempts that the kernel dropped because a listener's queue was full."""
+    repeated_attempts: int = 0
+    """Connection attempts on this machine that the kernel had to repeat."""
 
     def count(self, title: str) -> int:
         """Number of killed processes of this title."""
@@ -90,15 +89,9 @@ class KillRun:
         late = max((length for _, length in self.load.stalls), default=0.0)
         return (
             f"{len(self.kills)} kills in {self.seconds:.0f} s\n{table}\n\n{self.load.table()}\n\n"
-            f"connection attempts dropped by the kernel: {self.dropped_connections}\n"
+            f"connection attempts repeated by the kernel: {self.repeated_attempts}\n"
             f"times the clients' event loop was late: {len(self.load.stalls)}, at most {late:.1f} s"
         )
-
-
-def dropped_connections() -> int:
-    """Connection attempts that this machine's kernel has dropped before `accept` (Linux)."""
-    names, values, *_ = Path("/proc/net/netstat").read_text(encoding="utf-8").splitlines()
-    return int(dict(zip(names.split(), values.split(), strict=True))["ListenDrops"])
 
 
 def rounds(draw: random.Random, titles: tuple[str, ...], number: int) -> list[str]:
@@ -126,7 +119,7 @@ async def kill_run(
     """
     draw = random.Random(seed)
     started = time.monotonic()
-    dropped = dropped_connections()
+    repeated = repeated_attempts()
     async with under_load(server.url, num_clients=num_clients, seed=seed) as load:
         run = KillRun(load)
         for number, title in enumerate(rounds(draw, titles, num_kills)):
@@ -143,7 +136,7 @@ async def kill_run(
         await until_sent(load, num_requests)
         await asyncio.sleep(2)
     run.seconds = time.monotonic() - started
-    run.dropped_connections = dropped_connections() - dropped
+    run.repeated_attempts = repeated_attempts() - repeated
     return run
 
 

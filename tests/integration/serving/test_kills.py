@@ -29,7 +29,7 @@ from tests.integration.serving.kill_run import (
     kill_run,
     until_alive,
 )
-from tests.integration.serving.load_clients import CLOSED, RIGHT, Outcome, under_load
+from tests.integration.serving.load_clients import CLOSED, LATE, RIGHT, Outcome, under_load
 
 pytestmark = pytest.mark.cluster
 NUM_KILLS = int(os.environ.get("APAR_KILLS", "50"))
@@ -51,14 +51,12 @@ def check(
     """Check that every kill happened and every request ended correctly.
 
     A request ends with the right text or an OpenAI error. A closed connection is allowed only just
-    after a gateway or HAProxy was killed.
+    after a gateway or HAProxy was killed, and a client may be too late for its own timeout.
     """
     assert len(run.kills) == num_kills
     counts = [run.count(title) for title in titles]
     assert max(counts) - min(counts) <= 1, run.table()
-    wrong = [
-        run.load.explained(outcome) for outcome in run.load.outcomes if not may_end_so(outcome, run)
-    ]
+    wrong = [outcome for outcome in run.load.outcomes if not may_end_so(outcome, run)]
     assert wrong == [], run.table()
     assert run.load.outcomes[-1].kind == RIGHT, run.table()
 
@@ -70,7 +68,7 @@ def may_end_so(outcome: Outcome, run: KillRun) -> bool:
             0 <= outcome.ended_s - kill.at_s < CLOSED_WITHIN_S.get(kill.title, 0.0)
             for kill in run.kills
         )
-    return outcome.clean and (outcome.kind == RIGHT or outcome.kind in CLEAN)
+    return outcome.clean and outcome.kind in CLEAN | {RIGHT, LATE}
 
 
 @pytest.mark.slow
