@@ -86,11 +86,12 @@ class KillRun:
             cells = [str(count) for count in (*counts, *(outcomes[kind] for kind in kinds))]
             rows.append([NAMES.get(title, title), *cells])
         table = "\n".join(" | ".join(cell.rjust(13) for cell in row) for row in rows)
-        late = max((length for _, length in self.load.stalls), default=0.0)
+        delays_s = self.load.delays_s
+        longest_s = max(delays_s, default=0.0)
         return (
             f"{len(self.kills)} kills in {self.seconds:.0f} s\n{table}\n\n{self.load.table()}\n\n"
             f"connection attempts repeated by the kernel: {self.repeated_attempts}\n"
-            f"times the clients' event loop was late: {len(self.load.stalls)}, at most {late:.1f} s"
+            f"times the clients' event loop was late: {len(delays_s)}, at most {longest_s:.1f} s"
         )
 
 
@@ -149,7 +150,8 @@ async def until_back(server: Server, num_replicas: int, num_gateways: int) -> No
     """Wait until all replicas and gateways run, and the server is healthy."""
     await asyncio.to_thread(server.wait_for_replicas, num_replicas, timeout_s=RECOVERY_S)
     async with asyncio.timeout(RECOVERY_S):
-        while len(await processes(server, GATEWAY)) < num_gateways:  # noqa: ASYNC110 - processes
+        # No event tells that another process has started.
+        while len(await processes(server, GATEWAY)) < num_gateways:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
 
 
