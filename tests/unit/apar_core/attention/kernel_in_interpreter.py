@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from apar_core.attention import triton_kernel
-from benchmarks.family_attention import (
+from benchmarks.gpu.family_kernel import (
     TOLERANCE,
     Case,
     cases,

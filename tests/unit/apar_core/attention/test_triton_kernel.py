@@ -28,8 +28,8 @@ from apar_core.attention.triton_kernel import (
     scratch_bytes,
     split_of,
 )
-from benchmarks.family_attention import Case, families_of, make_problem, pairwise, reads_of
-from benchmarks.family_steps import SHAPES, read_steps
+from benchmarks.gpu.family_kernel import Case, families_of, make_problem, pairwise, reads_of
+from benchmarks.gpu.family_steps import SHAPES, read_steps
 
 ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = "tests.unit.apar_core.attention.kernel_in_interpreter"

@@ -1,4 +1,4 @@
-"""GPU check of the kernel that reads shared KV blocks once: see `gpu_check.py`.
+"""GPU check of the kernel that reads shared KV blocks once: see `check.py`.
 
 Needs torch and triton only. On a GPU it compares the kernel with a float64 reference, then times
 recorded steps (`family_steps.py`) with families, without them, and with torch's own attention. On a
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from apar_core.attention.families import Families, no_families, partition
-from benchmarks.family_steps import BLOCK_SIZE, SHAPES, Shape, Step, read_steps
-from benchmarks.gpu_checks import CheckError, Found, Setup, run
+from benchmarks.gpu.family_steps import BLOCK_SIZE, SHAPES, Shape, Step, read_steps
+from benchmarks.gpu.torch_checks import CheckError, Found, Setup, run
 
 if TYPE_CHECKING:
     from apar_core.attention.triton_kernel import Tiles

@@ -1,4 +1,4 @@
-"""Checks of a few milliseconds, run as `gpu_check.py` runs the real ones."""
+"""Checks of a few milliseconds, run as `check.py` runs the real ones."""
 
 import argparse
 import json

@@ -3,7 +3,7 @@
 Needs torch, and transformers for configurations other than the built-in ones. It does not need
 vLLM: copy this file to any machine with a GPU and run
 
-    python gpu_step_times.py --model llama-7b --out step-times.json
+    python step_times.py --model llama-7b --out step-times.json
 
 A step has rows that decode with a KV cache of their own, and optionally a prompt. The forward pass
 is the plain one: bf16, fused QKV and gate-up matrices, `scaled_dot_product_attention`, logits of

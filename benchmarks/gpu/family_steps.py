@@ -1,6 +1,6 @@
 """Record what steps of the virtual engine read, for the GPU check of family attention.
 
-    python -m benchmarks.family_steps --trace structured.jsonl --mixed-trace mixed.jsonl
+    python -m benchmarks.gpu.family_steps --trace structured.jsonl --mixed-trace mixed.jsonl
 
 Of each run, it keeps one step without its prompts: half of the tokens that the run's decoding rows
 attend to are attended to in steps with at least as many rows. The file has block numbers and

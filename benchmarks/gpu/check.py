@@ -1,4 +1,4 @@
-"""Run the GPU checks one after the other, and write one report: see `gpu_check.sh`.
+"""Run the GPU checks one after the other, and write one report: see `check.sh`.
 
 Each check is a process with a time limit of its own, and a failed one does not stop the others. A
 check's result is kept in a folder, so a later call starts with the first check that has none.
@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".gpu-check"
 PACKAGES = (
     "torch", "transformers", "pydantic", "accelerate", "httpx", "ijson", "matplotlib", "peft",
@@ -43,18 +43,18 @@ class Check:
     name: str
     limit_s: int
     shows: str
-    module: str = "benchmarks.gpu_checks"
+    module: str = "benchmarks.gpu.torch_checks"
     needs: str = "torch"
     packages: tuple[str, ...] = PACKAGES
 
 
-_VLLM = "benchmarks.gpu_checks_vllm"
+_VLLM = "benchmarks.gpu.vllm_checks"
 CHECKS = (
     Check("machine", 40, "versions, device, memory bandwidth and matrix products"),
     Check("step_times", 180, "step costs on a grid, against the tables of predictions"),
     Check(
         "family_attention", 170, "the kernel that reads shared KV blocks once: errors and times",
-        "benchmarks.family_attention", "triton", ("torch", "numpy"),
+        "benchmarks.gpu.family_kernel", "triton", ("torch", "numpy"),
     ),
     Check("decoders", 140, "decoders in float32 give the same texts as on the CPU"),
     Check("figure4", 200, "Figure 4: one answer at a time at 7B dimensions, by replay"),

@@ -1,4 +1,4 @@
-"""`gpu_check.sh` goes on past failures, keeps to its time, and resumes."""
+"""`check.sh` goes on past failures, keeps to its time, and resumes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_check
-from benchmarks.gpu_check import CHECKS, Check, main
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu.check import CHECKS, Check, main
 
-ROOT = Path(__file__).resolve().parents[3]
-FAKES = "tests.unit.benchmarks.gpu_check_fakes"
+ROOT = Path(__file__).resolve().parents[4]
+FAKES = "tests.unit.benchmarks.gpu.fake_checks"
 
 
 @pytest.fixture
@@ -107,9 +107,8 @@ def test_all_limits_together_are_22_minutes() -> None:
 
 
 def test_checks_without_vllm_do_not_import_it() -> None:
-    program = (
-        "import sys, benchmarks.gpu_checks; sys.exit('vllm' in sys.modules or 'ray' in sys.modules)"
-    )
+    imported = "import sys, benchmarks.gpu.torch_checks"
+    program = f"{imported}; sys.exit('vllm' in sys.modules or 'ray' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 

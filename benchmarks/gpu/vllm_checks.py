@@ -1,4 +1,4 @@
-"""GPU checks of vLLM engines with forks: see `gpu_check.py`.
+"""GPU checks of vLLM engines with forks: see `check.py`.
 
 Each check starts one engine of another kind in a process of its own. The first compares its threads
 with plain decoding of the same prefixes; the others compare their texts with the first one's.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_checks import CheckError, Found, Setup, run
+from benchmarks.gpu.torch_checks import CheckError, Found, Setup, run
 
 _FORK, _TEXT = -1, 300
 # A tree whose tokens are forced: forks beside each other and in one another.

@@ -1,4 +1,4 @@
-"""The forward pass whose steps `gpu_step_times` measures is a Llama's."""
+"""The forward pass whose steps `step_times` measures is a Llama's."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.gpu_step_times import Llama, compare, measure_grid, shape_of
+from benchmarks.gpu.step_times import Llama, compare, measure_grid, shape_of
 
 ROWS, CONTEXT, PROMPT = 3, 7, 5
 

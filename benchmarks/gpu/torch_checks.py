@@ -1,4 +1,4 @@
-"""GPU checks that need torch and transformers, but not vLLM: see `gpu_check.py`.
+"""GPU checks that need torch and transformers, but not vLLM: see `check.py`.
 
 Each function returns what it found, with a `summary` of lines for the report, or raises.
 """
@@ -83,7 +83,7 @@ def step_times(setup: Setup) -> Found:
     from apar_core.step_costs.gpus import find_gpu
 
     out = setup.work / "step-times.json"
-    command = [sys.executable, "benchmarks/gpu_step_times.py", "--out", str(out)]
+    command = [sys.executable, "benchmarks/gpu/step_times.py", "--out", str(out)]
     name = torch.cuda.get_device_name(0) if setup.has_gpu else "a100-80gb"
     with contextlib.suppress(AparError):
         command += ["--gpu", find_gpu(name).name]
@@ -282,7 +282,7 @@ def fsdp(setup: Setup) -> Found:
         port = free.getsockname()[1]
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu_checks", "fsdp_worker", "--device",
+            [sys.executable, "-m", "benchmarks.gpu.torch_checks", "fsdp_worker", "--device",
              setup.device, "--size", "tiny" if setup.is_tiny else "full", "--data", str(out),
              "--work", str(setup.work), "--limit", str(setup.limit_s)],
             env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),

@@ -1,0 +1,1 @@
+"""Checks that need a GPU: one harness, and what a borrowed machine without a network lacks."""
