@@ -25,6 +25,14 @@ EngineArgs = Annotated[
     str | None,
     typer.Option(help="Further vLLM arguments of a real engine, as a JSON object."),
 ]
+RandomWeights = Annotated[
+    str | None,
+    typer.Option(
+        help="Dimensions of a model that gets random weights, in place of --model: llama-7b, "
+        "llama-13b, llama-3-8b, or a config.json. Step times do not depend on the weights.",
+        metavar="MODEL",
+    ),
+]
 
 
 def calibrate(
@@ -60,6 +68,7 @@ def calibrate(
     repeats: Annotated[
         int, typer.Option(min=1, help="Passes over the grid; a later run with more adds them.")
     ] = 3,
+    random_weights: RandomWeights = None,
     engine_args: EngineArgs = None,
 ) -> None:
     """Measure how long the steps of an engine take, and write them to step-costs.json.
@@ -67,23 +76,24 @@ def calibrate(
     Other commands take the file as --costs. Measures every number of rows at every context, with
     and without a prompt beside them. For a GPU, give rows up to the largest batch:
 
-    [bold]apar experiment calibrate --model lmsys/vicuna-7b-v1.3 --rows 1,8,32,64,128,256,512[/bold]
+    [bold]apar experiment calibrate --random-weights llama-7b --rows 1,8,32,64,128,256[/bold]
     """
     from cluster.experiments.calibrate import Grid
     from cluster.experiments.calibrate import calibrate as measure
 
     if len(set(rows)) < 2:
         raise wrong_value("--rows", "give two different numbers or more")
-    grid = Grid(
-        model=model,
-        rows=tuple(sorted(set(rows))),
-        contexts=tuple(sorted(set(contexts))),
-        prefill=tuple(sorted(set(prefill))),
-        steps=steps,
-        repeats=repeats,
-        engine=engine_arguments(engine_args),
-    )
     with clear_errors(), stage_progress() as progress:
+        checkpoint, engine = _engine(model, random_weights, engine_args, out)
+        grid = Grid(
+            model=checkpoint,
+            rows=tuple(sorted(set(rows))),
+            contexts=tuple(sorted(set(contexts))),
+            prefill=tuple(sorted(set(prefill))),
+            steps=steps,
+            repeats=repeats,
+            engine=engine,
+        )
         show_report(measure(grid, out, progress.start), out)
 
 
@@ -104,31 +114,52 @@ def validate(
     repeats: Annotated[
         int, typer.Option(min=1, help="Repeats of each run; the least time of each step counts.")
     ] = 3,
+    random_weights: RandomWeights = None,
     engine_args: EngineArgs = None,
 ) -> None:
     """Compare the measured duration of whole runs with predictions in virtual time.
 
     Real runs and step measurements alternate. The step costs are fitted three times: to a grid of
     steps, to sequential runs, and to the smallest limit. Each fit predicts the runs it did not see.
-    Takes about 5 minutes on 2 idle cores:
+    On a GPU that `apar experiment` knows, its published costs predict all runs too. step-costs.json
+    holds the measured costs for --costs of other commands. Takes about 5 minutes on 2 idle cores:
 
     [bold]apar experiment validate --trace TRACE.jsonl --repeats 5[/bold]
+
+    On a GPU, without a checkpoint:
+
+    [bold]apar experiment validate --trace TRACE.jsonl --random-weights llama-7b --answers 400
+    --context-length 2048 --concurrency 350 --kv-shares 0.9,0.3 --repeats 1[/bold]
     """
     from cluster.experiments.validate import ValidationSettings
     from cluster.experiments.validate import validate as run
 
-    settings = ValidationSettings(
-        model=model,
-        trace=trace,
-        answers=answers,
-        max_tokens=context_length or 600,
-        limits=tuple(sorted(set(concurrency))),
-        kv_shares=tuple(kv_shares),
-        repeats=repeats,
-        engine=engine_arguments(engine_args),
-    )
     with clear_errors(), stage_progress() as progress:
+        checkpoint, engine = _engine(model, random_weights, engine_args, out)
+        settings = ValidationSettings(
+            model=checkpoint,
+            trace=trace,
+            answers=answers,
+            max_tokens=context_length or 600,
+            limits=tuple(sorted(set(concurrency))),
+            kv_shares=tuple(kv_shares),
+            repeats=repeats,
+            engine=engine,
+        )
         show_report(run(settings, out, progress.start), out)
+
+
+def _engine(
+    model: str, random_weights: str | None, engine_args: str | None, out: Path
+) -> tuple[str, dict[str, Any]]:
+    """Return the checkpoint of an engine to measure, and its further arguments."""
+    arguments = engine_arguments(engine_args)
+    if random_weights is None:
+        return model, arguments
+    from cluster.experiments.engine import write_random_model
+
+    folder = write_random_model(random_weights, out / "model")
+    return str(folder), {"load_format": "dummy", **arguments}
 
 
 def engine_arguments(text: str | None) -> dict[str, Any]:

@@ -204,9 +204,8 @@ def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
     }
     samples = [sample for found in points.values() for sample in found] + least(_forks_part)
     name = f"{grid.model} on {machine_name()}"
-    fit = fit_samples(
-        samples, name=name, source=f"apar experiment calibrate, {name}", knots=grid.knots
-    )
+    source = f"apar experiment calibrate, {name}"
+    fit = fit_samples(samples, name=name, source=source, on_gpu=on_gpu(), knots=grid.knots)
     write_costs(fit.costs, folder / COSTS_FILE)
     is_async = bool(store.find(_forks_part(0))["is_async"])
     return _report(grid, fit, points, folder, schedules_ahead=is_async)
@@ -228,23 +227,35 @@ def least_samples(repeats: Sequence[Sequence[StepSample]]) -> list[StepSample]:
     return least
 
 
-def fit_samples(
-    samples: Sequence[StepSample], *, name: str, source: str, knots: Sequence[int] | None = None
-) -> StepFit:
-    """Fit step costs to samples, the engine core's own time included.
-
-    Without samples of threads that share KV blocks, reading a block again is taken to be free on a
-    machine without a GPU. Raises StepCostsError if the samples do not determine the costs.
-    """
-    typical = _typical(samples)
-    if knots is None:
-        knots = _knots([batch.tokens for batch, _ in typical])
+def on_gpu() -> bool:
+    """Whether engines of this machine run on a GPU."""
     # Imports torch, which takes seconds.
     from torch.cuda import is_available
 
-    fit = fit_costs(
-        typical, name=name, source=source, knots=knots, repeated_are_free=not is_available()
-    )
+    return bool(is_available())
+
+
+def fit_samples(
+    samples: Sequence[StepSample],
+    *,
+    name: str,
+    source: str,
+    on_gpu: bool = False,
+    knots: Sequence[int] | None = None,
+) -> StepFit:
+    """Fit step costs to samples, the engine core's own time included.
+
+    on_gpu: whether a GPU took the samples. Without samples of threads that share KV blocks, reading
+        a block again is taken to be free elsewhere.
+    knots: tokens of a step between which the time of matrix products is linear; those above the
+        largest step count as absent.
+
+    Raises StepCostsError if the samples do not determine the costs.
+    """
+    typical = _typical(samples)
+    tokens = [batch.tokens for batch, _ in typical]
+    knots = _knots(tokens) if knots is None else [each for each in knots if each <= max(tokens)]
+    fit = fit_costs(typical, name=name, source=source, knots=knots, repeated_are_free=not on_gpu)
     base_s, row_s = _host_line(samples)
     return replace(fit, costs=replace(fit.costs, host_base_s=base_s, host_row_s=row_s))
 
@@ -315,11 +326,8 @@ def calibrated_engine(
 
     On a CPU, its KV cache has `kv_tokens`; a GPU's memory decides otherwise.
     """
-    # Imports torch, which takes seconds.
-    from torch.cuda import is_available
-
     arguments: dict[str, Any] = {**limits, **engine_args}
-    if is_available():
+    if on_gpu():
         return replaying_engine(model, arguments)
     defaults = {"block_size": 32, "enforce_eager": True}
     return replaying_engine(model, {**defaults, **arguments}, kv_tokens)
@@ -361,7 +369,8 @@ def _measure(
             if not store.has(_forks_part(number)):
                 values = [plain_sample(each) for each in measure_forks(engine, timer, grid)]
                 store.add(_forks_part(number), {"samples": values, "is_async": timer.is_async})
-            _check_room(engine, grid, rows, context)
+            if problem := lack_of_room(engine, grid, rows, context):
+                raise EvaluationError(problem)
             found = measure_point(engine, timer, grid, rows, context)
             store.add(
                 _part(number, rows, context), {"samples": [plain_sample(each) for each in found]}
@@ -371,21 +380,23 @@ def _measure(
         engine.shutdown()
 
 
-def _check_room(engine: OfflineEngine, grid: Grid, rows: int, context: int) -> None:
+def lack_of_room(engine: OfflineEngine, grid: Grid, rows: int, context: int) -> str | None:
+    """Say why an engine cannot run a point of the grid; None if it can."""
     scheduler = engine.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     room = pool.get_num_free_blocks() * scheduler.block_size
     wanted = rows * (context + _room_tokens(grid))
     if wanted > room:
-        raise EvaluationError(
+        return (
             f"{rows} rows of {context} tokens need {wanted} tokens of KV cache, the engine has "
             f"{room}: give smaller --rows or --contexts; points measured so far are kept in --out"
         )
     if rows + 1 > scheduler.max_num_running_reqs:
-        raise EvaluationError(
+        return (
             f"{rows} rows need max_num_seqs of {rows + 1}, the engine has "
             f"{scheduler.max_num_running_reqs}: give smaller --rows or another --engine"
         )
+    return None
 
 
 def measure_point(

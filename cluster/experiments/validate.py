@@ -2,7 +2,9 @@
 
 In each repeat the real engine does a pass over a grid of steps and then every run. Repeats take the
 same steps, and the least time of each step counts, as in `apar experiment calibrate`: the measured
-duration of a run is the sum of them. Three fits predict the runs:
+duration of a run is the sum of them. Up to four step costs predict the runs:
+
+- published: those that all predictions use for this GPU without a measurement, if it is known.
 
 - grid: of the steps of the grid, as `apar experiment calibrate` does.
 - sequential: of the steps of the sequential runs. It predicts the forked runs. No sequential step
@@ -10,8 +12,8 @@ duration of a run is the sum of them. Three fits predict the runs:
 - smallest limit: of the steps of the runs with the fewest concurrent requests. It predicts those
   with more.
 
-A prediction is a run of the whole engine in virtual time with the fitted costs. No run is predicted
-from its own steps.
+A prediction is a run of the whole engine in virtual time with these costs. No run is predicted from
+its own steps. The costs of the grid are written to `step-costs.json`, which other commands take.
 """
 
 from __future__ import annotations
@@ -22,50 +24,58 @@ import os
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from apar_core.errors import EvaluationError
+from apar_core.errors import EvaluationError, StepCostsError
 from apar_core.reporting import Column, Report, ReportTable
 from apar_core.step_costs.costs import StepCosts
+from apar_core.step_costs.files import write_costs
+from apar_core.step_costs.gpus import find_gpu
+from apar_core.step_costs.models import find_model
+from apar_core.step_costs.predict import step_costs
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import read_trace
 from cluster.config.model import model_path
 from cluster.experiments.calibrate import (
+    COSTS_FILE,
     Grid,
     StepTimer,
     calibrated_engine,
     fit_samples,
+    lack_of_room,
     least_samples,
     measure_forks,
     measure_point,
+    on_gpu,
     plain_sample,
     read_samples,
 )
 from cluster.experiments.engine import Conditions, ExperimentEngine, hidden_ids
 from cluster.experiments.parts import PartStore, StartStage
 from cluster.experiments.program import OneRequest
-from cluster.experiments.settings import machine_name
+from cluster.experiments.settings import file_digest, machine_name
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.offline.evaluation.replay_text import ModelText
     from apar_core.virtual.text import FoldedText
 
-METHODS = ("sequential", "eager")
-_FITS = ("grid", "sequential", "smallest limit")
-_GRID = "grid"
+SEQUENTIAL = "sequential"
+METHODS = (SEQUENTIAL, "eager")
+_FITS = ("grid", SEQUENTIAL, "smallest limit")
+_GRID, _PUBLISHED = "grid", "published"
 
 
 class ValidationSettings(BaseModel):
     """The runs that are predicted.
 
     limits: requests that run at once at most. kv_shares: shares of a KV cache that holds the
-    longest answers of the largest limit.
+    longest answers of the largest limit, or of all the memory that a GPU has for it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,12 +103,13 @@ class ValidationSettings(BaseModel):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of the whole KV cache."""
+        """Tokens of the whole KV cache; a GPU's may be smaller."""
         return max(self.limits) * self.max_tokens
 
     def as_text(self) -> dict[str, str]:
         """Return the settings to compare with those of an earlier run; it may get more repeats."""
-        values = self.model_dump(mode="json", exclude={"repeats"})
+        values = self.model_dump(mode="json", exclude={"repeats", "trace"})
+        values["trace_sha256"] = file_digest(self.trace)
         return {name: str(value) for name, value in values.items()}
 
 
@@ -118,10 +129,11 @@ class RunPoint:
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """Seconds of a run from the first request to the last answer, and its steps."""
+    """Seconds of a run from the first request to the last answer, its steps and its text."""
 
     duration_s: float
     steps: int
+    text_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +144,49 @@ class MeasuredRun:
     repeats: Sequence[TimedRun]
 
 
-def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage) -> Report:
-    """Do the runs that the folder lacks, predict each, and report the errors.
+def measure_runs(
+    settings: ValidationSettings,
+    folder: Path,
+    start_stage: StartStage,
+    machine: str | None = None,
+) -> PartStore:
+    """Do the runs and the passes over the grid that the folder lacks, and return its parts.
 
-    Raises EvaluationError for a folder with other settings, a model without control tokens, or a
-    virtual run that takes other steps than the real one.
+    machine: on which the folder's parts were measured; None: this one.
+
+    Raises EvaluationError for a folder with other settings, or a model without control tokens.
     """
-    settings_text = {**settings.as_text(), "machine": machine_name()}
-    store = PartStore(folder, settings_text)
-    points = list(_points(settings))
-    sources: list[str | RunPoint] = [_GRID, *points]
-    wanted = [(number, point) for number in range(settings.repeats) for point in sources]
+    store = PartStore(folder, {**settings.as_text(), "machine": machine or machine_name()})
+    wanted = _wanted(settings)
     missing = [(number, point) for number, point in wanted if not store.has(_part(number, point))]
     if missing or not store.has("engine"):
         _measure(missing, settings, store, start_stage)
+    return store
+
+
+def _wanted(settings: ValidationSettings) -> list[tuple[int, str | RunPoint]]:
+    sources: list[str | RunPoint] = [_GRID, *run_points(settings)]
+    return [(number, point) for number in range(settings.repeats) for point in sources]
+
+
+def validate(
+    settings: ValidationSettings,
+    folder: Path,
+    start_stage: StartStage,
+    machine: str | None = None,
+) -> Report:
+    """Do the runs that the folder lacks, predict each, and report the errors.
+
+    Raises EvaluationError as `measure_runs`, or for a virtual run that takes other steps than the
+    real one.
+    """
+    machine = machine or machine_name()
+    store = measure_runs(settings, folder, start_stage, machine)
+    points = list(run_points(settings))
+    sources: list[str | RunPoint] = [_GRID, *points]
     numbers = range(settings.repeats)
+    facts = dict(store.find("engine"))
+    has_gpu = facts.pop("on_gpu")
     samples = {
         point: least_samples([read_samples(store, _part(number, point)) for number in numbers])
         for point in sources
@@ -154,28 +194,52 @@ def validate(settings: ValidationSettings, folder: Path, start_stage: StartStage
     measured: dict[RunPoint, MeasuredRun] = {}
     for point in points:
         parts = [store.find(_part(number, point)) for number in numbers]
-        repeats = [TimedRun(part["duration_s"], part["steps"]) for part in parts]
+        repeats = [
+            TimedRun(part["duration_s"], part["steps"], part["text_tokens"]) for part in parts
+        ]
         # Where vLLM schedules ahead, the first step has no sample.
         if len(samples[point]) > repeats[0].steps:
             raise EvaluationError(f"the repeats of {point.name!r} took different steps")
-        duration_s = sum(each.device_s + (each.host_s or 0.0) for each in samples[point])
+        if facts["is_async"]:
+            # The times of a step's device and of the engine core overlap.
+            duration_s = min(each.duration_s for each in repeats)
+        else:
+            duration_s = sum(each.device_s + (each.host_s or 0.0) for each in samples[point])
         measured[point] = MeasuredRun(duration_s, repeats)
-    name = f"{settings.model} on {machine_name()}"
+    name = f"{settings.model} on {machine}"
     costs = {
         fit: fit_samples(
             [each for source in _sources(fit, points) for each in samples[source]],
             name=f"{name}, fitted to {fit}",
             source="apar experiment validate",
+            on_gpu=has_gpu,
             knots=settings.grid.knots if fit == _GRID else None,
         ).costs
         for fit in _FITS
     }
-    predicted = predict(settings, points, costs, store.find("engine"), start_stage)
-    loads = [store.find(_part(number, point))["load_average"] for number, point in wanted]
-    return _report(settings, measured, predicted, costs, statistics.median(loads))
+    write_costs(costs[_GRID], folder / COSTS_FILE)
+    published = published_costs(settings.model, machine, facts["block_size"]) if has_gpu else None
+    if published is not None:
+        costs = {_PUBLISHED: published, **costs}
+    predicted = predict(settings, points, costs, facts, start_stage)
+    loads = [store.find(_part(*each))["load_average"] for each in _wanted(settings)]
+    kv_tokens = min(settings.kv_tokens, facts["kv_tokens"])
+    return _report(
+        settings, machine, kv_tokens, measured, predicted, costs, statistics.median(loads)
+    )
 
 
-def _points(settings: ValidationSettings) -> Iterator[RunPoint]:
+def published_costs(model: str, gpu: str, block_size: int) -> StepCosts | None:
+    """Return the step costs that predictions have for a GPU; None if they do not know it."""
+    try:
+        known = find_gpu(gpu)
+    except StepCostsError:
+        return None
+    return step_costs(find_model(model_path(model)), known, block_size=block_size)
+
+
+def run_points(settings: ValidationSettings) -> Iterator[RunPoint]:
+    """Yield the runs, the smallest limit first, sequential before forked."""
     for limit in sorted(settings.limits):
         for kv_share in settings.kv_shares:
             for method in METHODS:
@@ -183,11 +247,13 @@ def _points(settings: ValidationSettings) -> Iterator[RunPoint]:
 
 
 def _sources(fit: str, points: Sequence[RunPoint]) -> list[str | RunPoint]:
-    """Return what a fit takes its steps from."""
+    """Return what a fit takes its steps from; published costs are fitted to nothing here."""
+    if fit == _PUBLISHED:
+        return []
     if fit == _GRID:
         return [_GRID]
-    if fit == "sequential":
-        return [point for point in points if point.method == "sequential"]
+    if fit == SEQUENTIAL:
+        return [point for point in points if point.method == SEQUENTIAL]
     least = min(point.limit for point in points)
     return [point for point in points if point.limit == least]
 
@@ -215,8 +281,8 @@ def _measure(
     try:
         experiment = ExperimentEngine(engine, hidden_ids(engine, settings.model))
         if not store.has("engine"):
-            store.add("engine", engine_facts(engine))
-        timer = StepTimer(engine)
+            store.add("engine", {**engine_facts(engine), "on_gpu": on_gpu()})
+        timer = StepTimer(engine, clock=lambda: experiment.clock())
         done = start_stage("runs", len(missing) + 1)
         # The first steps of an engine allocate and compile.
         replay(experiment, answers[:4], settings, RunPoint("eager", 4, 1.0))
@@ -237,7 +303,8 @@ def _measure(
                 found = [*measure_forks(engine, timer, grid)]
                 for context in grid.contexts:
                     for rows in grid.rows:
-                        found += measure_point(engine, timer, grid, rows, context)
+                        if lack_of_room(engine, grid, rows, context) is None:
+                            found += measure_point(engine, timer, grid, rows, context)
             data["load_average"] = os.getloadavg()[0]
             data["samples"] = [plain_sample(each) for each in found]
             store.add(_part(number, point), data)
@@ -260,8 +327,9 @@ def replay(
     # Imports vLLM, which takes seconds.
     from cluster.experiments.driver import RunPlan, drive
 
-    num_blocks = round(point.kv_share * settings.kv_tokens) // engine.block_size
-    forks = point.method != "sequential"
+    kv_tokens = min(settings.kv_tokens, engine.num_blocks * engine.block_size)
+    num_blocks = round(point.kv_share * kv_tokens) // engine.block_size
+    forks = point.method != SEQUENTIAL
     plan = RunPlan(
         Conditions(num_blocks=num_blocks, max_requests=point.limit),
         make=lambda index: OneRequest(answers[index], forks=forks),
@@ -269,7 +337,7 @@ def replay(
         costs=costs,
     )
     found = drive(engine, plan, sample_s=1.0)
-    return TimedRun(found.duration_s, found.counts.steps)
+    return TimedRun(found.duration_s, found.counts.steps, found.counts.text_tokens)
 
 
 def load_answers(settings: ValidationSettings, text: ModelText | FoldedText) -> list[ReplayAnswer]:
@@ -305,11 +373,11 @@ def predict(
     facts: Mapping[str, Any],
     start_stage: StartStage,
 ) -> dict[tuple[str, RunPoint], TimedRun]:
-    """Do every run in virtual time, by each fit that did not see it."""
+    """Do every run in virtual time, with all step costs that were not fitted to it."""
     from apar_core.virtual.text import virtual_text
 
     wanted = [
-        (fit, point) for fit in _FITS for point in points if point not in _sources(fit, points)
+        (fit, point) for fit in costs for point in points if point not in _sources(fit, points)
     ]
     done = start_stage("predictions", len(wanted))
     predicted: dict[tuple[str, RunPoint], TimedRun] = {}
@@ -328,6 +396,8 @@ def _part(number: int, point: str | RunPoint) -> str:
 
 def _report(
     settings: ValidationSettings,
+    machine: str,
+    kv_tokens: int,
     measured: Mapping[RunPoint, MeasuredRun],
     predicted: Mapping[tuple[str, RunPoint], TimedRun],
     costs: Mapping[str, StepCosts],
@@ -336,21 +406,24 @@ def _report(
     columns = [
         Column("run"),
         Column("steps", "d"),
+        Column("tokens/s", ".0f"),
         Column("measured s", ".2f"),
         Column("from s", ".2f"),
         Column("to s", ".2f"),
     ]
-    for fit in _FITS:
+    for fit in costs:
         columns += [Column(f"{fit}: s", ".2f"), Column("error %", "+.1f")]
     rows = []
-    errors: dict[str, list[float]] = {fit: [] for fit in _FITS}
+    errors: dict[str, list[float]] = {fit: [] for fit in costs}
     same_steps = True
     for point, run in measured.items():
         durations = [each.duration_s for each in run.repeats]
+        first = run.repeats[0]
         row: list[str | float | None] = [
-            point.name, run.repeats[0].steps, run.duration_s, min(durations), max(durations)
+            point.name, first.steps, first.text_tokens / run.duration_s, run.duration_s,
+            min(durations), max(durations),
         ]  # fmt: skip
-        for fit in _FITS:
+        for fit in costs:
             found = predicted.get((fit, point))
             if found is None:
                 row += [None, None]
@@ -361,18 +434,19 @@ def _report(
             same_steps &= all(each.steps == found.steps for each in run.repeats)
         rows.append(tuple(row))
     facts = {
-        "Machine": f"measured on {machine_name()}, load average {load:.1f}",
+        "Machine": f"measured on {machine}, load average {load:.1f}",
         "Runs": f"{settings.answers} answers of {settings.trace}, "
-        f"{settings.repeats} repeats, the least time of each step; {settings.kv_tokens} tokens of "
-        "KV cache",
+        f"{settings.repeats} repeats, the least time of each step; {kv_tokens} tokens of KV cache",
         "Steps": "as many in virtual time as measured, in every run"
         if same_steps
         else "NOT as many in virtual time as measured",
+        "Costs": f"those of the grid are in {COSTS_FILE}: give it to other commands as --costs",
     }
-    for fit in _FITS:
+    for fit in costs:
         if errors[fit]:
             within = sum(abs(error) <= 0.1 for error in errors[fit])
-            facts[f"Fitted to {fit}"] = (
+            title = "Published costs" if fit == _PUBLISHED else f"Fitted to {fit}"
+            facts[title] = (
                 f"{within} of {len(errors[fit])} runs within 10%; errors {min(errors[fit]):+.1%} "
                 f"to {max(errors[fit]):+.1%}"
             )
@@ -381,8 +455,37 @@ def _report(
         "Durations of whole runs, measured and predicted",
         tuple(columns),
         tuple(rows),
-        note="Measured: the sum of the least times of each step. From, to: repeats as a whole. A "
-        "dash: the fit saw steps of this run. Errors: predicted over measured, less 1.",
+        note="Measured: the sum of the least times of each step; the shortest repeat where the "
+        "engine schedules ahead. From, to: repeats as a whole. A dash: the fit saw steps of this "
+        "run. Errors: predicted over measured, less 1.",
     )
     data = {"costs": {fit: asdict(found) for fit, found in costs.items()}}
-    return Report("Predicted durations of whole runs", facts, [table], {}, data)
+    tables = [table, _speed_ups(measured, predicted, costs)]
+    return Report("Predicted durations of whole runs", facts, tables, {}, data)
+
+
+def _speed_ups(
+    measured: Mapping[RunPoint, MeasuredRun],
+    predicted: Mapping[tuple[str, RunPoint], TimedRun],
+    costs: Mapping[str, StepCosts],
+) -> ReportTable:
+    """Return the forked runs' speed-up over sequential ones, measured and as each cost predicts."""
+    rows = []
+    for forked in measured:
+        sequential = replace(forked, method=SEQUENTIAL)
+        if forked == sequential:
+            continue
+        row: list[str | float | None] = [
+            f"{forked.limit} requests, {forked.kv_share:g} of KV",
+            measured[sequential].duration_s / measured[forked].duration_s,
+        ]
+        for fit in costs:
+            slow, fast = predicted.get((fit, sequential)), predicted.get((fit, forked))
+            row.append(slow.duration_s / fast.duration_s if slow and fast else None)
+        rows.append(tuple(row))
+    columns = (
+        Column("runs"), Column("measured", ".2f"), *(Column(fit, ".2f") for fit in costs)
+    )  # fmt: skip
+    return ReportTable(
+        "speed_ups", "Speed-up of forked over sequential decoding", columns, tuple(rows)
+    )
