@@ -3,7 +3,7 @@
 # `venv` and `serve` take the CUDA build on a machine with an NVIDIA driver, and everything else the
 # CPU build, for which checks and tests are written.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s sizing check check-quick format bench train-tiny eval-tiny lock clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s sizing check check-quick format bench check-gpu train-tiny eval-tiny lock clean
 
 PYTHON ?= python3
 ifdef DEVICE
@@ -86,6 +86,9 @@ format: $(INSTALLED) ## Format the code and apply the safe fixes of the linter
 
 bench: $(INSTALLED) ## Measure decoding, forks, training and serving, each beside its alternative
 	$(BIN)/python -m benchmarks
+
+check-gpu: $(SERVE_INSTALLED) ## Measure how wrong predictions are on this GPU, and its step costs (10 minutes)
+	PYTHON=$(SERVE_VENV)/bin/python benchmarks/gpu/check.sh --only predictions --minutes 30
 
 train-tiny: $(INSTALLED) ## Train the embedded model again (16 minutes on 2 cores)
 	$(BIN)/apar train-tiny

@@ -1,7 +1,7 @@
 """Run the GPU checks one after the other, and write one report: see `check.sh`.
 
-Each check is a process with a time limit of its own, and a failed one does not stop the others. A
-check's result is kept in a folder, so a later call starts with the first check that has none.
+Each check is a process with a time limit of its own, and a failed one does not stop the others. All
+results are in `gpu-check.json`, from which a later call goes on, also on another machine.
 """
 
 from __future__ import annotations
@@ -11,116 +11,199 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.decision import decide
+
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".gpu-check"
-PACKAGES = (
-    "torch", "transformers", "pydantic", "accelerate", "httpx", "ijson", "matplotlib", "peft",
-)  # fmt: skip
-"""What the checks without vLLM import."""
+REPORT = "gpu-check.json"
+PINS = ROOT / "requirements" / "gpu.txt"
+Results = dict[str, dict[str, Any]]
 _TAIL_CHARACTERS = 4000
+# A CPU may be slow and busy, and what is tried there is whether a check works.
+_CPU_LIMITS = 5
 # Left at the end of a call for the report.
 _MARGIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check: a function of `module` by this name, and the seconds that it may take.
+    """A check: a function of `module` by this name.
 
-    needs: module without which it is skipped. packages: what it imports.
+    expected_s: estimated seconds on a GPU; a check is started if so many are left. limit_s: after
+    which it is ended. packages: what it imports; without one of them it is skipped. after: checks
+    whose results it uses.
     """
 
     name: str
+    expected_s: int
     limit_s: int
     shows: str
-    module: str = "benchmarks.gpu.torch_checks"
-    needs: str = "torch"
-    packages: tuple[str, ...] = PACKAGES
+    module: str
+    packages: tuple[str, ...]
+    after: tuple[str, ...] = ()
 
 
-_VLLM = "benchmarks.gpu.vllm_checks"
+_TORCH, _VLLM = "benchmarks.gpu.torch_checks", "benchmarks.gpu.vllm_checks"
+_FAMILIES = "benchmarks.gpu.family_kernel"
+_PLAIN = ("torch", "transformers", "pydantic")
+_OFFLINE = (*_PLAIN, "accelerate", "httpx", "ijson", "peft")
+_ENGINE = (*_PLAIN, "vllm")
+_REPLAY = (*_ENGINE, "numpy", "scipy", "matplotlib")
 CHECKS = (
-    Check("machine", 40, "versions, device, memory bandwidth and matrix products"),
-    Check("step_times", 180, "step costs on a grid, against the tables of predictions"),
-    Check(
-        "family_attention", 170, "the kernel that reads shared KV blocks once: errors and times",
-        "benchmarks.gpu.family_kernel", "triton", ("torch", "numpy"),
-    ),
-    Check("decoders", 140, "decoders in float32 give the same texts as on the CPU"),
-    Check("figure4", 200, "Figure 4: one answer at a time at 7B dimensions, by replay"),
-    Check("vllm_default", 140, "an engine starts; forks equal plain decoding", _VLLM, "vllm"),
-    Check("vllm_v1", 80, "the V1 model runner gives the same texts", _VLLM, "vllm"),
-    Check("vllm_sync", 80, "without async scheduling the texts are the same", _VLLM, "vllm"),
-    Check("vllm_eager", 80, "without CUDA graphs the texts are the same", _VLLM, "vllm"),
-    Check("training", 110, "FlexAttention and SDPA: loss, gradients, time, memory"),
-    Check("fsdp", 90, "a training step with sharded weights equals one without"),
+    Check("machine", 20, 40, "versions, memory bandwidth, matrix products", _TORCH, _PLAIN[:2]),
+    Check("kernels", 30, 60, "vLLM's compiled kernels compute what torch does", _VLLM, _ENGINE),
+    Check("engine", 120, 270, "an engine of 7B dimensions starts, forks and replays", _VLLM,
+          _ENGINE, ("kernels",)),
+    Check("vllm_default", 60, 120, "forks equal plain decoding in float32", _VLLM,
+          (*_ENGINE, "ijson")),
+    Check("replay", 200, 400, "forked and sequential runs at 7B dimensions, and step costs", _VLLM,
+          _REPLAY, ("engine",)),
+    Check("family_attention", 110, 170, "the kernel that reads shared KV blocks once", _FAMILIES,
+          ("torch", "triton", "numpy")),
+    Check("prefixes", 60, 120, "shared prefixes of 128 to 1,024 tokens, by each method",
+          "benchmarks.gpu.prefixes", (*_ENGINE, "triton", "numpy")),
+    Check("families", 120, 220, "the runs of `replay` with family attention", _VLLM, _REPLAY,
+          ("replay",)),
+    Check("families_f32", 60, 120, "family attention equals plain decoding in float32", _VLLM,
+          (*_ENGINE, "ijson")),
+    Check("bf16", 90, 180, "bf16 as users have it, without and with family attention", _VLLM,
+          (*_ENGINE, "ijson")),
+    Check("vllm_v1", 60, 120, "the V1 model runner gives the same texts", _VLLM,
+          (*_ENGINE, "ijson"), ("vllm_default",)),
+    Check("vllm_sync", 60, 120, "without async scheduling the texts are the same", _VLLM,
+          (*_ENGINE, "ijson"), ("vllm_default",)),
+    Check("vllm_eager", 50, 120, "without CUDA graphs the texts are the same", _VLLM,
+          (*_ENGINE, "ijson"), ("vllm_default",)),
+    Check("step_times", 120, 180, "step times of a 7B model, against the tables", _TORCH, _PLAIN),
+    Check("triton", 100, 150, "the forked run of `replay` with vLLM's Triton attention", _VLLM,
+          _REPLAY, ("replay",)),
+    Check("triton_families", 100, 150, "the same with our Triton kernel", _VLLM, _REPLAY,
+          ("replay",)),
+    Check("training", 60, 110, "FlexAttention and SDPA: loss, gradients, memory", _TORCH, _OFFLINE),
+    Check("fsdp", 50, 90, "a training step with sharded weights equals one without", _TORCH,
+          _OFFLINE),
+    Check("decoders", 60, 120, "decoders in float32 give the texts of a CPU", _TORCH, _OFFLINE),
+    Check("predictions", 150, 600, "the errors of all predictions of `replay`", _VLLM, _REPLAY,
+          ("machine", "replay")),
+    Check("figure4", 120, 200, "Figure 4: one answer at a time at 7B dimensions", _TORCH,
+          (*_OFFLINE, "matplotlib")),
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks without a result; return 1 if one has failed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/gpu/check.sh",
+        description=__doc__.partition("\n")[0],
+        epilog="Checks: " + "; ".join(f"{check.name}: {check.shows}" for check in CHECKS),
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
     parser.add_argument("--minutes", type=float, default=9.5, help="time of this call")
-    parser.add_argument("--only", help="names of checks, separated by commas")
-    parser.add_argument("--again", action="store_true", help="also run checks with a result")
-    parser.add_argument("--answers", type=Path, help="trace of answers to replay for figure4")
-    parser.add_argument("--state", type=Path, default=STATE, help="folder for results")
+    parser.add_argument("--only", help="names of checks, with commas; those they need run too")
+    parser.add_argument("--again", action="store_true", help="repeat checks that have a result")
+    parser.add_argument("--answers", type=Path, help="recorded answers to replay, as JSON lines")
+    parser.add_argument("--dimensions", default="apar-7b", help="model or config.json to replay")
+    parser.add_argument("--state", type=Path, default=STATE, help="folder of results")
+    parser.add_argument("--resume", type=Path, help=f"{REPORT} of another machine to go on from")
     options = parser.parse_args(arguments)
-    names = [check.name for check in CHECKS]
-    wanted = names if options.only is None else options.only.split(",")
-    if unknown := sorted({*wanted} - {*names}):
-        parser.error(f"--only: no check {', '.join(unknown)}; there are {', '.join(names)}")
-    imported = dict.fromkeys(
-        name for check in CHECKS if check.name in wanted for name in check.packages
-    )
-    if missing := [name for name in imported if not _is_installed(name)]:
-        parser.error(f"missing: {sys.executable} -m pip install {' '.join(missing)}")
+    asked = [check.name for check in CHECKS] if options.only is None else options.only.split(",")
+    try:
+        wanted = with_needed(asked)
+    except KeyError as error:
+        parser.error(f"--only: no check {error}; there are {', '.join(c.name for c in CHECKS)}")
     state: Path = options.state / f"{options.device}-{options.size}"
     state.mkdir(parents=True, exist_ok=True)
+    if options.resume is not None and not (state / REPORT).exists():
+        shutil.copyfile(options.resume, state / REPORT)
+    results = read_results(state / REPORT)
+    gpu = gpu_name()
+    others = {found["gpu"] for found in results.values() if found.get("gpu")} - {gpu}
+    if gpu is not None and others and not options.again:
+        parser.error(f"{state / REPORT} is of {', '.join(others)}, not {gpu}: choose a new --state")
     out = Path(os.environ.get("OUT") or ROOT / "out" / "gpu-check")
     out.mkdir(parents=True, exist_ok=True)
     deadline_s = time.monotonic() + 60 * options.minutes - _MARGIN_S
     for check in CHECKS:
-        path = state / f"{check.name}.json"
-        if check.name not in wanted or (_has_run(path) and not options.again):
+        is_repeated = options.again and check.name in asked
+        if check.name not in wanted or (_has_run(results, check.name) and not is_repeated):
             continue
         left_s = deadline_s - time.monotonic()
-        if not _is_installed(check.needs):
-            reason = f"{check.needs} is not installed"
+        reason = obstacle(check, results)
+        if reason is not None:
             found: dict[str, Any] = {"status": "skipped", "reason": reason}
-        elif left_s < check.limit_s:
-            print(f"{check.name}: not in this call, {left_s:.0f} of {check.limit_s} s are left")
+        elif left_s < check.expected_s:
+            print(f"{check.name}: not in this call, {left_s:.0f} of {check.expected_s} s are left")
             continue
         else:
             print(f"{check.name}: {check.shows} ...", flush=True)
-            found = run_check(check, options, state)
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            found = run_check(check, options, state, left_s)
+            found["gpu"] = gpu
+        results[check.name] = found
         print(f"{check.name}: {_outcome(found)}", flush=True)
-        write_report(state, out, options)
-    results = write_report(state, out, options)
-    print(f"Report: {out / 'gpu-check.md'}")
-    return int(any(each["status"] in ("failed", "timed out") for each in results.values()))
+        for line in (found.get("data") or {}).get("summary", ()):
+            print(f"    {line}", flush=True)
+        write_report(results, state, out, options)
+    write_report(results, state, out, options)
+    open_names = [name for name in wanted if not _has_run(results, name)]
+    print(f"Report: {out / 'gpu-check.md'}; without a result: {', '.join(open_names) or 'none'}")
+    failed = [results[name]["status"] in ("failed", "timed out") for name in results]
+    return int(any(failed))
 
 
-def _has_run(path: Path) -> bool:
+def with_needed(names: Iterable[str]) -> list[str]:
+    """Return checks and all that they need, in their order. Raises KeyError for an unknown one."""
+    checks = {check.name: check for check in CHECKS}
+    wanted: set[str] = set()
+    left = list(names)
+    while left:
+        name = left.pop()
+        wanted.add(name)
+        left += checks[name].after
+    return [name for name in checks if name in wanted]
+
+
+def read_results(path: Path) -> Results:
+    """Return the results of a report, by name of the check; none without a file."""
+    if not path.exists():
+        return {}
+    results: Results = json.loads(path.read_text(encoding="utf-8"))["checks"]
+    return results
+
+
+def _has_run(results: Results, name: str) -> bool:
     # A skipped check is tried again: what it needs may be there by now.
-    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["status"] != "skipped"
+    return results.get(name, {}).get("status") in ("passed", "failed", "timed out")
 
 
-def _outcome(found: dict[str, Any]) -> str:
+def _outcome(found: Mapping[str, Any]) -> str:
     return f"{found['status']}: {found['reason']}" if "reason" in found else str(found["status"])
+
+
+def obstacle(check: Check, results: Results) -> str | None:
+    """Say why a check cannot run here; None if it can."""
+    missing = [name for name in check.packages if not _is_installed(name)]
+    if missing:
+        pins = " ".join(pinned(name) for name in missing)
+        return f"missing: {Path(sys.executable).name} -m pip install {pins}"
+    for name in check.after:
+        status = results.get(name, {}).get("status", "without a result")
+        if status != "passed":
+            return f"{name} is {status}"
+    return None
 
 
 def _is_installed(package: str) -> bool:
@@ -130,25 +213,53 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def run_check(check: Check, options: argparse.Namespace, state: Path) -> dict[str, Any]:
-    """Run a check in a process of its own; return its result."""
+def pinned(package: str) -> str:
+    """Return a package with its version in requirements/gpu.txt."""
+    pattern = re.compile(rf"{re.escape(package)}==[^ ]+")
+    with PINS.open(encoding="utf-8") as lines:
+        return next((found[0] for line in lines if (found := pattern.match(line))), package)
+
+
+def gpu_name() -> str | None:
+    """Return NVIDIA's name of the first GPU; None without one."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.splitlines()[0].strip()
+    return None
+
+
+def run_check(
+    check: Check, options: argparse.Namespace, state: Path, left_s: float
+) -> dict[str, Any]:
+    """Run a check in a process of its own, for `left_s` at most; return its result."""
+    own_limit_s = check.limit_s if options.device == "cuda" else _CPU_LIMITS * check.limit_s
+    limit_s = min(own_limit_s, left_s)
     data = state / f"{check.name}.data.json"
     data.unlink(missing_ok=True)
     command = [sys.executable, "-m", check.module, check.name, "--device", options.device,
                "--size", options.size, "--data", str(data), "--work", str(state),
-               "--limit", str(check.limit_s)]  # fmt: skip
+               "--results", str(state / REPORT), "--limit", f"{limit_s:.0f}",
+               "--dimensions", options.dimensions]  # fmt: skip
     if options.answers is not None:
         command += ["--answers", str(options.answers.resolve())]
+    environment = dict(os.environ)
+    if options.device == "cpu":
+        # Threads of tiny matrix products wait for each other, which other work makes long.
+        environment.setdefault("OMP_NUM_THREADS", "1")
     log = state / f"{check.name}.log"
     begin_s = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env=environment,
+        )  # fmt: skip
         try:
-            status = "passed" if process.wait(check.limit_s) == 0 else "failed"
+            status = "passed" if process.wait(limit_s) == 0 else "failed"
         except subprocess.TimeoutExpired:
-            status = "timed out"
+            # What the end of the call cuts off is tried again.
+            status = "timed out" if limit_s == own_limit_s else "cut off"
         finally:
             # Also what the check has started, such as an engine's processes.
             _end_group(process)
@@ -163,8 +274,8 @@ def run_check(check: Check, options: argparse.Namespace, state: Path) -> dict[st
     if status == "failed":
         lines = [line for line in tail.splitlines() if line.strip()]
         found["reason"] = lines[-1] if lines else f"exit code {process.returncode}"
-    elif status == "timed out":
-        found["reason"] = f"after {check.limit_s} s"
+    elif status != "passed":
+        found["reason"] = f"after {limit_s:.0f} s"
     return found
 
 
@@ -174,23 +285,26 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def write_report(state: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Write the results so far as Markdown and JSON; return them by name of the check."""
-    results = {
-        check.name: json.loads(path.read_text(encoding="utf-8"))
-        for check in CHECKS
-        if (path := state / f"{check.name}.json").exists()
-    }
-    commit = _commit()
+def write_report(results: Results, state: Path, out: Path, options: argparse.Namespace) -> None:
+    """Write the results so far as JSON and Markdown, with all logs and the step costs."""
     facts = {
-        "device": options.device, "size": options.size, "commit": commit,
+        "device": options.device, "size": options.size, "commit": _commit(),
         "machine": platform.platform(), "python": platform.python_version(),
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }  # fmt: skip
     text = json.dumps({**facts, "checks": results}, indent=1)
-    (out / "gpu-check.json").write_text(text, encoding="utf-8")
+    # A call that ends here leaves a whole file.
+    temporary = state / f"{REPORT}.new"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(state / REPORT)
+    (out / REPORT).write_text(text, encoding="utf-8")
     (out / "gpu-check.md").write_text(_markdown(facts, results), encoding="utf-8")
-    return results
+    costs = (results.get("predictions", {}).get("data") or {}).get("step_costs")
+    if costs is not None:
+        (out / "step-costs.json").write_text(costs, encoding="utf-8")
+    with tarfile.open(out / "logs.tar.xz", "w:xz") as archive:
+        for log in sorted(state.glob("*.log")):
+            archive.add(log, log.name)
 
 
 def _commit() -> str:
@@ -202,21 +316,25 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _markdown(facts: dict[str, str], results: dict[str, Any]) -> str:
+def _markdown(facts: Mapping[str, str], results: Results) -> str:
     lines = ["# GPU checks", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["| check | shows | result | seconds |", "|---|---|---|---|"]
     for check in CHECKS:
         found = results.get(check.name, {"status": "not run yet"})
         outcome = _outcome(found).replace("|", "/")
-        seconds = found.get("seconds", "")
-        lines.append(f"| {check.name} | {check.shows} | {outcome} | {seconds} |")
+        lines.append(f"| {check.name} | {check.shows} | {outcome} | {found.get('seconds', '')} |")
     for name, found in results.items():
         data = found.get("data") or {}
-        if not data.get("summary") and found["status"] not in ("failed", "timed out"):
+        has_ended_badly = found["status"] in ("failed", "timed out", "cut off")
+        if not data.get("summary") and not has_ended_badly:
             continue
         lines += ["", f"## {name}", "", *(f"- {line}" for line in data.get("summary", []))]
-        if found["status"] in ("failed", "timed out"):
+        if has_ended_badly:
             lines += ["", "```text", found["output"].rstrip(), "```"]
+    decision = decide({name: found.get("data") or {} for name, found in results.items()
+                       if found["status"] == "passed"})  # fmt: skip
+    lines += ["", "## Family attention", "", f"**{decision.verdict}**", ""]
+    lines += [f"- {reason}" for reason in decision.reasons]
     return "\n".join(lines) + "\n"
 
 

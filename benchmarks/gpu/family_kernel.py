@@ -408,15 +408,17 @@ def with_families(layers: Sequence[Problem], families: Families | None) -> list[
     return [replace(layer, families=moved) for layer in layers]
 
 
-def solving(layers: Sequence[Problem], tiles: Tiles | None) -> Callable[[], None]:
+def solving(
+    layers: Sequence[Problem], tiles: Tiles | None, outputs: Sequence[Tensor] | None = None
+) -> Callable[[], None]:
     """Return a function that launches the kernels of all layers, and reads nothing back."""
     from apar_core.attention.triton_kernel import family_decode
 
     bounds = layers[0].bounds
-    outputs = [torch.empty_like(layer.query) for layer in layers]
+    written = outputs or [torch.empty_like(layer.query) for layer in layers]
 
     def solve() -> None:
-        for layer, output in zip(layers, outputs, strict=True):
+        for layer, output in zip(layers, written, strict=True):
             family_decode(
                 layer.query, layer.keys, layer.values, layer.table, layer.lengths, layer.families,
                 layer.scale, output=output, tiles=tiles, **bounds,
@@ -689,8 +691,22 @@ def _first_rows(step: Step) -> Step:
     return replace(step, table=step.table[rows], lengths=step.lengths[rows])
 
 
+def use_interpreter() -> None:
+    """Run Triton kernels on the CPU; call it before triton is imported for the first time."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def repaired(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # Triton 3.6 converts arrays of one element, which numpy 2.5 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = repaired
+
+
 if __name__ == "__main__":
     if "cpu" in sys.argv:
-        # Before triton is imported for the first time.
-        os.environ["TRITON_INTERPRET"] = "1"
+        use_interpreter()
     run((family_attention,))

@@ -13,14 +13,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 Found = dict[str, Any]
+DECODER_TEXTS = Path(__file__).with_name("decoder_texts.json")
+"""Token ids that two decoders give on a CPU: one thread, and forks."""
+_DECODED_PROMPTS = 2
+# Checks of results that a GPU gave.
+_WITHOUT_GPU = ("predictions",)
 
 
 class CheckError(Exception):
@@ -31,19 +36,36 @@ class CheckError(Exception):
 class Setup:
     """Where and how large a check runs.
 
-    work: folder for files that a later call may use. answers: trace to replay, if any.
+    work: folder for files that a later call on this machine may use. data: file of the result.
+    results: data of the checks that have passed, by name. answers: trace to replay, if any.
+    dimensions: model whose dimensions random weights get. engine: vLLM's arguments, for a check
+    that runs in a process of another one.
     """
 
     device: str
     is_tiny: bool
     work: Path
+    data: Path
     limit_s: float
+    results: Mapping[str, Found]
     answers: Path | None = None
+    dimensions: str = "apar-7b"
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_gpu(self) -> bool:
         """Whether the check runs on a GPU."""
         return self.device == "cuda"
+
+    def keep(self, found: Found) -> None:
+        """Write what is known so far, which stays if the check fails or is ended."""
+        self.data.write_text(json.dumps(found, indent=1, default=str), encoding="utf-8")
+
+    def as_options(self, data: Path) -> list[str]:
+        """Return the command line of a check in another process, with a result of its own."""
+        return ["--device", self.device, "--size", "tiny" if self.is_tiny else "full",
+                "--data", str(data), "--work", str(self.work), "--limit", str(self.limit_s),
+                "--dimensions", self.dimensions]  # fmt: skip
 
 
 def machine(setup: Setup) -> Found:
@@ -83,7 +105,7 @@ def step_times(setup: Setup) -> Found:
     from apar_core.step_costs.gpus import find_gpu
 
     out = setup.work / "step-times.json"
-    command = [sys.executable, "benchmarks/gpu/step_times.py", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.gpu.step_times", "--out", str(out)]
     name = torch.cuda.get_device_name(0) if setup.has_gpu else "a100-80gb"
     with contextlib.suppress(AparError):
         command += ["--gpu", find_gpu(name).name]
@@ -110,7 +132,7 @@ def step_times(setup: Setup) -> Found:
 
 
 def decoders(setup: Setup) -> Found:
-    """Compare the texts of all decoders in float32 with those of the CPU."""
+    """Compare the texts of all decoders in float32 with those that a CPU gave."""
     from transformers import PreTrainedTokenizerFast
 
     from apar_core.models.apar_tiny_medusa import heads_path
@@ -122,44 +144,46 @@ def decoders(setup: Setup) -> Found:
 
     folder = _tiny_checkpoint()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    number = 2 if setup.is_tiny else 12
-    prompts = [
-        prompt_token_ids(example, tokenizer)
-        for example in Corpus(0, held_out=True).examples(number)
-    ]
+    examples = Corpus(0, held_out=True).examples(_DECODED_PROMPTS)
+    prompts = [prompt_token_ids(example, tokenizer) for example in examples]
     # Whole answers: where a limit cuts them depends on the tokens of a step.
     limits = DecodeLimits(max_tokens=1000)
-    texts: dict[str, list[tuple[int, ...]]] = {}
+
+    def decode(name: str) -> list[str]:
+        decoder = load_decoder(
+            name, folder, medusa_heads=heads_path(), prompt_tokens=prompts_path(),
+            device=setup.device, dtype=torch.float32,
+        )  # fmt: skip
+        answers = [decode_answer(decoder, prompt, limits=limits).text_ids for prompt in prompts]
+        return [" ".join(map(str, token_ids)) for token_ids in answers]
+
+    if not DECODER_TEXTS.exists() and not setup.has_gpu:
+        stored = {name: decode(name) for name in ("plain", "vanilla_apar")}
+        DECODER_TEXTS.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    expected = json.loads(DECODER_TEXTS.read_text(encoding="utf-8"))
     seconds: dict[str, float] = {}
-    for device in dict.fromkeys(("cpu", setup.device)):
-        for name in DECODER_NAMES:
-            decoder = load_decoder(
-                name, folder, medusa_heads=heads_path(), prompt_tokens=prompts_path(),
-                device=device, dtype=torch.float32,
-            )  # fmt: skip
-            begin_s = time.perf_counter()
-            texts[f"{name} {device}"] = [
-                tuple(decode_answer(decoder, prompt, limits=limits).text_ids) for prompt in prompts
-            ]
-            seconds[f"{name} {device}"] = time.perf_counter() - begin_s
-    # Speculation and forks change no greedy token: within a device, decoders agree as well.
-    expected: dict[str, list[tuple[int, ...]]] = {
-        name: texts["plain cpu" if name in SINGLE_THREAD else "vanilla_apar cpu"]
-        for name in DECODER_NAMES
-    }
-    different = [
-        f"{key}, prompt {index}"
-        for key, answers in texts.items()
-        for index, (text, other) in enumerate(zip(answers, expected[key.split()[0]], strict=True))
-        if text != other
-    ]
-    found: Found = {"seconds": seconds, "different": different, "prompts": number}
+    different: list[str] = []
+    for name in DECODER_NAMES:
+        begin_s = time.perf_counter()
+        texts = decode(name)
+        seconds[name] = time.perf_counter() - begin_s
+        # Speculation changes no greedy token, so there are two sets of texts.
+        pairs = zip(texts, expected["plain" if name in SINGLE_THREAD else "vanilla_apar"],
+                    strict=True)  # fmt: skip
+        different += [f"{name}, prompt {n}" for n, (text, other) in enumerate(pairs)
+                      if text != other]  # fmt: skip
+        setup.keep({"seconds": seconds, "different": different})
+    found: Found = {"seconds": seconds, "different": different, "prompts": len(prompts)}
     found["summary"] = [
-        f"{len(texts)} decoders, {number} prompts, float32: {len(different)} texts differ"
+        f"{len(seconds)} decoders, {len(prompts)} prompts, float32: {len(different)} texts differ "
+        "from a CPU's"
     ]
     if different:
-        _show(found)
-        raise CheckError(f"texts differ: {', '.join(different[:5])}")
+        setup.keep(found)
+        raise CheckError(
+            f"texts differ: {', '.join(different[:5])}; if the embedded model has changed, remove "
+            f"{DECODER_TEXTS.name} and run this check with --device cpu"
+        )
     return found
 
 
@@ -172,7 +196,7 @@ def figure4(setup: Setup) -> Found:
         def start(self, stage: str, total: int) -> Callable[[], None]:
             return lambda: None
 
-    trace = setup.answers or _own_answers(setup.work / "answers.jsonl")
+    trace = setup.answers or own_answers(setup.work / "answers.jsonl")
     settings = SpeedSettings(
         model="apar-tiny", model_name="apar-tiny", replay=(trace,),
         random_weights="tiny" if setup.is_tiny else "llama-7b",
@@ -267,7 +291,7 @@ def training(setup: Setup) -> Found:
             f"peak memory {found[f'{SDPA} peak GiB']:.1f} and {found[f'{FLEX} peak GiB']:.1f} GiB"
         )
     if max(loss_difference, difference) > bound:
-        _show(found)
+        setup.keep(found)
         raise CheckError(f"SDPA and FlexAttention differ: {found['summary'][1]}")
     return found
 
@@ -282,9 +306,8 @@ def fsdp(setup: Setup) -> Found:
         port = free.getsockname()[1]
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.torch_checks", "fsdp_worker", "--device",
-             setup.device, "--size", "tiny" if setup.is_tiny else "full", "--data", str(out),
-             "--work", str(setup.work), "--limit", str(setup.limit_s)],
+            [sys.executable, "-m", "benchmarks.gpu.torch_checks", "fsdp_worker",
+             *setup.as_options(out)],
             env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
                  "WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         )
@@ -353,7 +376,7 @@ def _tiny_checkpoint() -> str:
     return str(checkpoint_path())
 
 
-def _own_answers(path: Path) -> Path:
+def own_answers(path: Path) -> Path:
     """Write structured answers of the embedded model's corpus as a trace, unless it exists."""
     from apar_core.offline.data.records import count_forks, flat_text
     from apar_core.offline.data.structure import extract_tree
@@ -422,10 +445,6 @@ def _median_s(function: Callable[[], Any], setup: Setup, *, repeats: int = 10) -
     return sorted(times[2:])[repeats // 2]
 
 
-def _show(found: Found) -> None:
-    print(json.dumps(found, indent=1, default=str))
-
-
 def run(checks: Sequence[Callable[[Setup], Found]]) -> None:
     """Run the check that the command line names, and write what it found."""
     named = {check.__name__: check for check in checks}
@@ -436,18 +455,33 @@ def run(checks: Sequence[Callable[[Setup], Found]]) -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--limit", type=float, required=True)
+    parser.add_argument("--results", type=Path)
     parser.add_argument("--answers", type=Path)
+    parser.add_argument("--dimensions", default="apar-7b")
+    parser.add_argument("--engine", type=json.loads, default={})
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    has_gpu = options.device == "cuda" and options.name not in _WITHOUT_GPU
+    if has_gpu and not torch.cuda.is_available():
         sys.exit("no CUDA device; --device cpu tries the checks without one")
+    report: Found = {"checks": {}}
+    if options.results is not None and options.results.exists():
+        report = json.loads(options.results.read_text(encoding="utf-8"))
     setup = Setup(
-        options.device, options.size == "tiny", options.work, options.limit, options.answers
-    )
+        device=options.device,
+        is_tiny=options.size == "tiny",
+        work=options.work,
+        data=options.data,
+        limit_s=options.limit,
+        results={name: found["data"] for name, found in report["checks"].items()
+                 if found["status"] == "passed"},
+        answers=options.answers,
+        dimensions=options.dimensions,
+        engine=options.engine,
+    )  # fmt: skip
     try:
-        found = named[options.name](setup)
+        setup.keep(named[options.name](setup))
     except CheckError as error:
         sys.exit(str(error))
-    options.data.write_text(json.dumps(found, indent=1, default=str), encoding="utf-8")
 
 
 if __name__ == "__main__":

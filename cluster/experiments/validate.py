@@ -158,7 +158,9 @@ def measure_runs(
     """
     store = PartStore(folder, {**settings.as_text(), "machine": machine or machine_name()})
     wanted = _wanted(settings)
-    missing = [(number, point) for number, point in wanted if not store.has(_part(number, point))]
+    missing = [
+        (number, point) for number, point in wanted if not store.has(run_name(number, point))
+    ]
     if missing or not store.has("engine"):
         _measure(missing, settings, store, start_stage)
     return store
@@ -188,12 +190,12 @@ def validate(
     facts = dict(store.find("engine"))
     has_gpu = facts.pop("on_gpu")
     samples = {
-        point: least_samples([read_samples(store, _part(number, point)) for number in numbers])
+        point: least_samples([read_samples(store, run_name(number, point)) for number in numbers])
         for point in sources
     }
     measured: dict[RunPoint, MeasuredRun] = {}
     for point in points:
-        parts = [store.find(_part(number, point)) for number in numbers]
+        parts = [store.find(run_name(number, point)) for number in numbers]
         repeats = [
             TimedRun(part["duration_s"], part["steps"], part["text_tokens"]) for part in parts
         ]
@@ -222,7 +224,7 @@ def validate(
     if published is not None:
         costs = {_PUBLISHED: published, **costs}
     predicted = predict(settings, points, costs, facts, start_stage)
-    loads = [store.find(_part(*each))["load_average"] for each in _wanted(settings)]
+    loads = [store.find(run_name(*each))["load_average"] for each in _wanted(settings)]
     kv_tokens = min(settings.kv_tokens, facts["kv_tokens"])
     return _report(
         settings, machine, kv_tokens, measured, predicted, costs, statistics.median(loads)
@@ -265,7 +267,6 @@ def _measure(
     start_stage: StartStage,
 ) -> None:
     grid = settings.grid
-    most_rows = 2 * max(max(grid.rows), 64)
     # Imports transformers, which takes seconds.
     from apar_core.offline.evaluation.replay_text import load_text
 
@@ -274,9 +275,7 @@ def _measure(
         settings.model,
         settings.engine,
         kv_tokens=max(settings.kv_tokens, (settings.max_tokens + 600) * max(grid.rows)),
-        max_model_len=settings.max_tokens + 700,
-        max_num_seqs=most_rows,
-        max_num_batched_tokens=2048,
+        **engine_limits(settings),
     )
     try:
         experiment = ExperimentEngine(engine, hidden_ids(engine, settings.model))
@@ -307,10 +306,19 @@ def _measure(
                             found += measure_point(engine, timer, grid, rows, context)
             data["load_average"] = os.getloadavg()[0]
             data["samples"] = [plain_sample(each) for each in found]
-            store.add(_part(number, point), data)
+            store.add(run_name(number, point), data)
             done()
     finally:
         engine.shutdown()
+
+
+def engine_limits(settings: ValidationSettings) -> dict[str, int]:
+    """Return vLLM's limits by name, with room for all runs and the grid."""
+    return {
+        "max_model_len": settings.max_tokens + 700,
+        "max_num_seqs": 2 * max(max(settings.grid.rows), 64),
+        "max_num_batched_tokens": 2048,
+    }
 
 
 def replay(
@@ -390,7 +398,8 @@ def predict(
     return predicted
 
 
-def _part(number: int, point: str | RunPoint) -> str:
+def run_name(number: int, point: str | RunPoint) -> str:
+    """Return the name of a run, or of a pass over the grid, among the parts of a folder."""
     return f"repeat {number}, {point.name if isinstance(point, RunPoint) else point}"
 
 
