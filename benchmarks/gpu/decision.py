@@ -56,7 +56,7 @@ def decide(results: Mapping[str, Mapping[str, Any]]) -> Decision:
         reasons.append(f"no forked run gains {LEAST_GAIN - 1:.0%}")
     elif (
         min(gains.values()) >= DEFAULT_GAIN
-        and min(costs.values()) >= DEFAULT_COST
+        and min(costs.values(), default=0.0) >= DEFAULT_COST
         and max(passes) <= DEFAULT_PASSES
     ):
         verdict = "Make it the default"

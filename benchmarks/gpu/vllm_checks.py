@@ -339,24 +339,22 @@ def _printed(stage: str, total: int) -> Callable[[], None]:
 
 def families(setup: Setup) -> Found:
     """Do the runs of `replay` with family attention, and compare."""
-    return _replayed(setup, _FAMILY_DEFAULT if setup.has_gpu else _FAMILY, is_forked_only=False)
+    return _replayed(setup, _FAMILY_DEFAULT if setup.has_gpu else _FAMILY)
 
 
 def triton(setup: Setup) -> Found:
-    """Do the largest runs of `replay` with vLLM's Triton attention; a CPU has one backend only."""
+    """Do one forked run of `replay` with vLLM's Triton attention; a CPU has one backend only."""
     arguments = {"attention_backend": "TRITON_ATTN"} if setup.has_gpu else {}
-    return _replayed(setup, arguments, is_forked_only=True)
+    return _replayed(setup, arguments, has_one_run=True)
 
 
 def triton_families(setup: Setup) -> Found:
-    """Do the largest runs of `replay` with our Triton kernel."""
-    arguments = (
-        {"attention_backend": "TRITON_ATTN", **_FAMILY_DEFAULT} if setup.has_gpu else _FAMILY
-    )
-    return _replayed(setup, arguments, is_forked_only=True)
+    """Do the runs of `replay` with our Triton kernel."""
+    backend = {"attention_backend": "TRITON_ATTN", **_FAMILY_DEFAULT}
+    return _replayed(setup, backend if setup.has_gpu else _FAMILY)
 
 
-def _replayed(setup: Setup, arguments: Mapping[str, Any], *, is_forked_only: bool) -> Found:
+def _replayed(setup: Setup, arguments: Mapping[str, Any], *, has_one_run: bool = False) -> Found:
     """Do runs of `replay` in an engine with other arguments and as many KV blocks."""
     from apar_core.offline.evaluation.replay_text import load_text
     from cluster.experiments.calibrate import calibrated_engine
@@ -383,7 +381,7 @@ def _replayed(setup: Setup, arguments: Mapping[str, Any], *, is_forked_only: boo
     replay(experiment, answers[:4], settings, RunPoint("eager", 4, 1.0))
     found: Found = {"engine": dict(arguments), "runs": {}, "speed_ups": {}, "summary": []}
     for point in run_points(settings):
-        if is_forked_only and (point.kv_share, point.method) != (settings.kv_shares[0], "eager"):
+        if has_one_run and (point.kv_share, point.method) != (settings.kv_shares[0], "eager"):
             continue
         timed = replay(experiment, answers, settings, point)
         before = base["runs"][point.name]

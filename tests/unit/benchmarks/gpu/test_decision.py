@@ -64,6 +64,13 @@ def test_the_better_backend_counts_with_all_its_figures() -> None:
     assert "1.060 (eager, 350 requests, 0.9 of KV)" in decide(given).reasons[0]
 
 
+def test_a_backend_without_runs_that_share_nothing_is_no_default() -> None:
+    given = results(forked=(1.0, 1.0))
+    given["triton_families"] = {"speed_ups": {"eager, 350 requests, 0.9 of KV": 2.0}}
+
+    assert decide(given).verdict == "Keep it optional"
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
