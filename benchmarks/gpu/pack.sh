@@ -4,7 +4,7 @@
 # Writes .gpukit, which git ignores: an archive in pieces that each fit into a call beside the
 # checkout. It has vLLM and the packages of packages.txt, at the versions and hashes of
 # requirements/gpu.txt, a checkpoint's folder with the dimensions of apar-7b and no weights, and the
-# recorded answers of TRACE (default: the project's own). README.md has the rest.
+# recorded answers of TRACE (default: those in ../shared). README.md has the rest.
 #
 # Needs .venv (for the tokenizer), strip and xz. 370 MB are downloaded; WORK keeps them. WHOLE=1
 # leaves vLLM's libraries as they are, in case slim.py is at fault: three times as many pieces.
@@ -12,7 +12,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=$PWD/benchmarks/gpu
 work=${WORK:-${TMPDIR:-/tmp}/gpukit-work}
-answers=$(realpath "${1:-../shared/data/traces/structured.jsonl}")
+answers=$(realpath "${1:-../shared/data/traces/structured.jsonl}" 2>/dev/null) ||
+  { echo "no recorded answers: benchmarks/gpu/pack.sh TRACE.jsonl" >&2; exit 2; }
 python=${PYTHON:-$PWD/.venv/bin/python}
 site=$work/site out=$PWD/.gpukit
 for_gpu=(--quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all:

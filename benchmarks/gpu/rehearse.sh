@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Try the plan of README.md on a CPU, with the borrowed machine's Python, torch, triton and numpy.
 #
-#   benchmarks/gpu/rehearse.sh            # packs first; PACK=0 takes the archive that is there
+#   benchmarks/gpu/rehearse.sh [TRACE]    # packs first; PACK=0 takes the archive that is there
 #
 # Loads vLLM's slimmed libraries, whose arguments are checked without running them, and runs the checks
 # that need no GPU and no vLLM on a CPU. Needs python3.12 (or PYTHON312), a C compiler and 8 GB.
@@ -23,7 +23,7 @@ if [ ! -e "$venv/installed" ]; then
 fi
 if [ "${PACK:-1}" = 1 ]; then
   step "pack"
-  benchmarks/gpu/pack.sh
+  benchmarks/gpu/pack.sh "$@"
 fi
 step "unpack"
 rm -rf /tmp/gpukit
