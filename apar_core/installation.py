@@ -22,6 +22,7 @@ EXTRAS = {
     "jinja2": "train",
     "limits": "serve",
     "matplotlib": "loadtest",
+    "msgspec": "serve",
     "numba": "cpu` or `gpu",
     "openai": "train",
     "opentelemetry": "serve",

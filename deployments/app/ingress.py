@@ -92,7 +92,7 @@ class GatewayIngress:
     def __init__(self, built: IngressSettings, *replicas: DeploymentHandle[Any]) -> None:
         settings = built.gateway
         self._logs = ProcessLogs(settings.logging, "gateway")
-        self._replicas = {handle.deployment_name: _calls(handle) for handle in replicas}
+        self._replicas = {handle.deployment_name: self._calls(handle) for handle in replicas}
         self._built = built
         # Routers start with the default routing; the first `reconfigure` changes it.
         self._settings = built.model_copy(update={"routing": RoutingSettings()})
@@ -147,7 +147,7 @@ class GatewayIngress:
             self._flush_timer = FlushTimer(self._take_metrics)
             self._lag_watch = asyncio.create_task(watch_lag(self._gateway.metrics))
         self._replicas = {
-            name: self._replicas.get(name) or _calls(DeploymentHandle(name, APPLICATION))
+            name: self._replicas.get(name) or self._calls(DeploymentHandle(name, APPLICATION))
             for name in settings.deployments
         }
         if not was_applied or settings.routing != before.routing:
@@ -211,9 +211,12 @@ class GatewayIngress:
         self._gateway.metrics.recorder.set_total(LOG_LINES_DROPPED, self._logs.num_dropped)
         self._gateway.take_metrics()
 
-
-def _calls(handle: DeploymentHandle[Any]) -> DirectCalls:
-    return DirectCalls(handle.deployment_name, HandleCalls(handle))
+    def _calls(self, handle: DeploymentHandle[Any]) -> DirectCalls:
+        return DirectCalls(
+            handle.deployment_name,
+            HandleCalls(handle),
+            lambda: self._settings.gateway.limits.max_body_bytes,
+        )
 
 
 class FrontDoor:

@@ -3,16 +3,26 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 from deployments.relay.relay import ModelReplicas, Progress
 from deployments.relay.replica_calls import joined, unbroken
 from deployments.routing.shared_router import ROUTERS
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.answer import AnswerEnd, AnswerStart, Piece, ends_answer
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
-from deployments.wire.frames import ACCEPTED, END, Address, Call, read_frame, write_frame
+from deployments.wire.frames import (
+    Address,
+    Call,
+    FrameError,
+    Reply,
+    frame,
+    max_call_bytes,
+    read_part,
+    read_reply,
+)
+from deployments.wire.handshake import HandshakeError, greet_replica
 from deployments.wire.request import RelayedRequest
 from deployments.wire.start import StartReport
 
@@ -30,19 +40,29 @@ _KEEPALIVE = (
     ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 30_000),
 )
 
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+class Connection(NamedTuple):
+    """A connection, and the longest call that its replica takes."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    max_call_bytes: int
 
 
 class DirectCalls:
     """`ModelReplicas` over connections of our own.
 
     The handle takes a request if all replicas are full or none is known, because it waits for room.
-    It also takes one whose replica has no address or cannot be reached.
+    It also takes one whose replica has no address or cannot be reached. `max_body_bytes` returns
+    the present limit on the bodies of requests.
     """
 
-    def __init__(self, deployment: str, handle: ModelReplicas) -> None:
+    def __init__(
+        self, deployment: str, handle: ModelReplicas, max_body_bytes: Callable[[], int]
+    ) -> None:
         self.deployment = deployment
         self._handle = handle
+        self._max_body_bytes = max_body_bytes
         self._idle: dict[Address, list[Connection]] = {}
         self._unreachable: set[Address] = set()
 
@@ -71,7 +91,7 @@ class DirectCalls:
             return
         async with aclosing(call.parts()) as parts:
             async for part in parts:
-                yield Piece.from_wire(part) if isinstance(part, tuple) else part
+                yield part
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
@@ -88,8 +108,8 @@ class DirectCalls:
             self._close_idle(address)
 
     def _close_idle(self, address: Address) -> None:
-        for _, writer in self._idle.pop(address, []):
-            writer.close()
+        for connection in self._idle.pop(address, []):
+            connection.writer.close()
 
     async def _begin(self, call: Call) -> "_RunningCall | None":
         """Send a call to the replica that the router chooses; None if the handle must do that."""
@@ -97,6 +117,7 @@ class DirectCalls:
         request_id = call.request.terms.request_id
         if router is None or request_id is None:
             return None
+        data = frame(call)
         tried: set[str] = set()
         while True:
             replica = router.assign(request_id, call.request.hint, tried)
@@ -107,8 +128,9 @@ class DirectCalls:
                 break
             tried.add(replica)
             try:
-                connection = await self._sent(address, call)
-            except ConnectionRefusedError:
+                connection = await self._sent(address, data, call.request.replica_wait_s)
+            except (ConnectionRefusedError, HandshakeError):
+                # Its process has ended; another one may listen at its port.
                 router.died(replica)
                 continue
             except BaseException:
@@ -119,11 +141,11 @@ class DirectCalls:
         router.released(request_id)
         return None
 
-    async def _sent(self, address: Address, call: Call) -> Connection | None:
-        """Send a call; None if the replica is full or cannot be reached.
+    async def _sent(self, address: Address, data: bytes, wait_s: float) -> Connection | None:
+        """Send a call's frame; None if the replica is full or cannot be reached.
 
-        Raises ConnectionRefusedError if the replica's process has ended, and NoReplicaError if it
-        does not accept the call in time.
+        Raises ConnectionRefusedError if the replica's process has ended, HandshakeError if another
+        one listens at its address, and NoReplicaError if it does not accept the call in time.
         """
         while True:
             idle = self._idle.get(address, [])
@@ -131,22 +153,33 @@ class DirectCalls:
             connection = await self._connection(address) if is_new else idle.pop()
             if connection is None:
                 return None
+            if len(data) > connection.max_call_bytes:
+                # The limit has changed since the connection was opened, or the request was read.
+                connection.writer.close()
+                if is_new:
+                    return None
+                continue
             try:
-                async with asyncio.timeout(call.request.replica_wait_s):
-                    is_accepted = await _accepts(connection, call)
+                async with asyncio.timeout(wait_s):
+                    if is_new:
+                        await _greet(address, connection)
+                    is_accepted = await _accepts(connection, data)
             except TimeoutError as error:
-                connection[1].close()
-                wait_s = call.request.replica_wait_s
+                connection.writer.close()
                 message = f"no replica accepted the request within {wait_s:g} s"
                 raise NoReplicaError(message) from error
-            except (OSError, asyncio.IncompleteReadError):
+            except HandshakeError:
+                connection.writer.close()
+                raise
+            except (OSError, asyncio.IncompleteReadError) as error:
+                _log_violation(address, error)
                 # Idle connections may have broken while nobody used them, probably all of them.
-                connection[1].close()
+                connection.writer.close()
                 self._close_idle(address)
                 if is_new:
                     return None
             except BaseException:
-                connection[1].close()
+                connection.writer.close()
                 raise
             else:
                 if is_accepted:
@@ -158,7 +191,7 @@ class DirectCalls:
         """Open a connection; None, from now on, if the network lets none through."""
         try:
             async with asyncio.timeout(_CONNECT_S):
-                return await _connected(address)
+                return await _connected(address, max_call_bytes(self._max_body_bytes()))
         except ConnectionRefusedError:
             raise
         except (OSError, TimeoutError) as error:
@@ -175,7 +208,7 @@ class DirectCalls:
         if len(idle) < _MAX_IDLE:
             idle.append(connection)
         else:
-            connection[1].close()
+            connection.writer.close()
 
 
 class _RunningCall:
@@ -197,34 +230,58 @@ class _RunningCall:
 
     async def parts(self) -> AsyncGenerator[Any, None]:
         """Yield the parts of the answer. Raises ReplicaLostError."""
-        reader, writer = self._connection
         complete = False
         try:
-            while (part := await read_frame(reader)) is not END:
-                yield unbroken(part, self._replica)
-            complete = True
+            while not complete:
+                part = unbroken(await read_part(self._connection.reader), self._replica)
+                complete = ends_answer(part)
+                yield part
         except (OSError, asyncio.IncompleteReadError) as error:
+            _log_violation(self._address, error)
             raise ReplicaLostError(f"the connection to the replica broke: {error}") from error
         finally:
             if complete:
                 self._calls.kept(self._address, self._connection)
             else:
-                writer.close()  # Cancels the call.
+                self._connection.writer.close()  # Cancels the call.
             if router := ROUTERS.known(self._calls.deployment):
                 router.released(self._request_id, self._replica)
 
 
-async def _connected(address: Address) -> Connection:
+async def _connected(address: Address, max_call_bytes: int) -> Connection:
     reader, writer = await asyncio.open_connection(address.host, address.port, limit=_READ_BUFFER)
     connected: socket.socket = writer.get_extra_info("socket")
     for option, value in _KEEPALIVE:
         connected.setsockopt(*option, value)
-    writer.write(bytes.fromhex(address.token))
-    return reader, writer
+    return Connection(reader, writer, max_call_bytes)
 
 
-async def _accepts(connection: Connection, call: Call) -> bool:
-    reader, writer = connection
-    write_frame(writer, call)
-    await writer.drain()
-    return bool(await read_frame(reader) == ACCEPTED)
+async def _greet(address: Address, connection: Connection) -> None:
+    try:
+        await greet_replica(
+            connection.reader,
+            connection.writer,
+            bytes.fromhex(address.token),
+            connection.max_call_bytes,
+        )
+    except HandshakeError as error:
+        logger.error(
+            "another process listens at a replica's address; the request goes elsewhere",
+            extra={"host": address.host, "port": address.port, "reason": str(error)},
+        )
+        raise
+
+
+async def _accepts(connection: Connection, data: bytes) -> bool:
+    connection.writer.write(data)
+    await connection.writer.drain()
+    return await read_reply(connection.reader) is Reply.ACCEPTED
+
+
+def _log_violation(address: Address, error: Exception) -> None:
+    """Log that a replica has sent something unexpected; other errors are broken connections."""
+    if isinstance(error, FrameError):
+        logger.error(
+            "unexpected data from a replica; its connection is closed",
+            extra={"host": address.host, "port": address.port, "reason": str(error)},
+        )

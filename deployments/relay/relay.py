@@ -312,6 +312,8 @@ class _StreamRelay:
                 await self._forward(part.body, part.journal, part.num_tokens)
             elif isinstance(part, AnswerEnd):
                 self.end = part
+            else:
+                raise TypeError(f"a {type(part).__name__} is no part of an answer")
         self._last += self._stream.flush()
         if not self._stream.may_end:
             # vLLM ends a stream of named events like this if one of its coroutines raises.

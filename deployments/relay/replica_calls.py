@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from grpc import StatusCode
@@ -76,7 +77,8 @@ class HandleCalls:
         """Yield the answer piece by piece. Raises ReplicaLostError."""
         async with aclosing(_parts(self._stream, request, self)) as parts:
             async for part in parts:
-                yield Piece.from_wire(part) if isinstance(part, tuple) else part
+                # Replicas of an earlier version send pieces as plain tuples.
+                yield Piece.from_wire(part) if type(part) is tuple else part
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
@@ -88,17 +90,27 @@ class HandleCalls:
 async def joined(
     parts: AsyncGenerator[Any, None], progress: Progress | None
 ) -> tuple[AnswerStart, AnswerEnd]:
-    """Return the whole answer among the parts of a call of `whole`; close them at the end."""
-    answers: list[tuple[AnswerStart, AnswerEnd]] = []
+    """Return the whole answer from the parts of a call of `whole`; close them at the end."""
+    start: AnswerStart | None = None
+    end: AnswerEnd | None = None
+    bodies: list[bytes] = []
     async with aclosing(parts):
         async for part in parts:
-            if not isinstance(part, int):
-                answers.append(part)
-            elif progress is not None:
-                progress(part)
-    if len(answers) != 1:
-        raise TypeError("a whole answer must be one part")
-    return answers[0]
+            if isinstance(part, int):
+                if progress is not None:
+                    progress(part)
+            elif type(part) is tuple:
+                # Over the handle, start and end are one part.
+                start, end = part
+                bodies.append(part[0].body)
+            elif isinstance(part, AnswerEnd):
+                end = part
+            else:
+                start = start or part
+                bodies.append(part.body)
+    if start is None or end is None:
+        raise TypeError("a whole answer must have a start and an end")
+    return replace(start, body=b"".join(bodies)), end
 
 
 def unbroken(part: Any, replica: str | None) -> Any:

@@ -321,11 +321,11 @@ class Answering:
                 if isinstance(part, AnswerStart):
                     yield followed.start(part)
                 else:
-                    yield followed.piece(part).to_wire()
+                    yield followed.piece(part)
         broken = self._broken(followed)
         if broken is not None and begun:
             # Another replica need not regenerate the tokens since the last piece.
-            yield followed.piece(b"").to_wire()
+            yield followed.piece(b"")
         yield broken or followed.end_from(self._replica_id)
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:

@@ -6,30 +6,31 @@ the load report tells them (`wire/load.py`).
 """
 
 import asyncio
-import hmac
 import logging
+import math
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
 from deployments.wire.answer import ends_answer
 from deployments.wire.frames import (
-    ACCEPTED,
-    END,
-    FULL,
-    TOKEN_BYTES,
     Address,
     Call,
+    FrameError,
+    Reply,
     frame,
-    read_frame,
-    write_frame,
+    part_frames,
+    read_call,
 )
+from deployments.wire.handshake import TOKEN_BYTES, HandshakeError, admit_gateway
 from deployments.wire.request import RelayedRequest
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_WAIT_S = 10.0
+# Whoever reaches the port could fill the log otherwise.
+_REFUSAL_LOG_PERIOD_S = 60.0
 # Above asyncio's own buffer, so that one large request needs few reads.
 _READ_BUFFER = 1 << 20
 
@@ -58,6 +59,8 @@ class Listener:
         self._is_idle.set()
         self._server: asyncio.Server | None = None
         self._closing = False
+        self._num_refused = 0
+        self._refusal_logged_s = -math.inf
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of this host."""
@@ -82,14 +85,20 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
+        peer = str(writer.get_extra_info("peername"))
         try:
-            async with asyncio.timeout(_TOKEN_WAIT_S):
-                token = await reader.readexactly(TOKEN_BYTES)
-            if hmac.compare_digest(token, self._token):
-                while True:
-                    await self._serve(await read_frame(reader), reader, writer)
+            max_call_bytes = await admit_gateway(reader, writer, self._token)
+            while True:
+                await self._serve(await read_call(reader, max_call_bytes), reader, writer)
+        except HandshakeError as error:
+            self._log_refusal(peer, error)
+        except FrameError as error:
+            logger.error(
+                "unexpected data from a gateway; its connection is closed",
+                extra={"peer": peer, "reason": str(error)},
+            )
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # The other end is gone, or is no gateway.
+            pass  # The other end is gone, or has said nothing.
         except asyncio.CancelledError:
             pass  # By `close`; the task ends here.
         except Exception:
@@ -99,14 +108,24 @@ class Listener:
             self._connections.discard(task)
             writer.close()
 
+    def _log_refusal(self, peer: str, error: HandshakeError) -> None:
+        self._num_refused += 1
+        now_s = time.monotonic()
+        if now_s - self._refusal_logged_s >= _REFUSAL_LOG_PERIOD_S:
+            self._refusal_logged_s = now_s
+            logger.warning(
+                "refused a connection that is not a gateway's",
+                extra={"peer": peer, "reason": str(error), "num_refused": self._num_refused},
+            )
+
     async def _serve(
         self, call: Call, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         num_inside = max(self._num_calls, self._answers.num_inside)
         if self._closing or num_inside >= self._max_requests():
-            write_frame(writer, FULL)
+            writer.write(frame(Reply.FULL))
             return
-        write_frame(writer, ACCEPTED)
+        writer.write(frame(Reply.ACCEPTED))
         self._num_calls += 1
         self._is_idle.clear()
         answer = asyncio.create_task(self._answer(call, writer))
@@ -121,7 +140,7 @@ class Listener:
             gone.cancel()
             await asyncio.wait((gone,))
             # While the call counts: `close` waits for it, and the process ends after that.
-            writer.write(last + frame(END))
+            writer.write(last)
             await writer.drain()
         finally:
             for task in (answer, gone):
@@ -133,19 +152,18 @@ class Listener:
                 self._is_idle.set()
 
     async def _answer(self, call: Call, writer: asyncio.StreamWriter) -> bytes:
-        """Send the parts of an answer but the last one, which is returned as a frame.
-
-        It is sent with `END`: two packets would wake the gateway twice.
-        """
+        """Send the parts of an answer but the last one, which is returned as frames."""
         parts = self._methods[call.method](call.request)
         last = b""
         try:
             async for part in parts:
                 if ends_answer(part):
-                    last = frame(part)
+                    last = part_frames(part)
                 else:
-                    write_frame(writer, part)
+                    writer.write(part_frames(part))
                     await writer.drain()
+            if not last:
+                raise TypeError("an answer must end with its cost")
             return last
         finally:
             # An abandoned generator would leave its request in the engine.

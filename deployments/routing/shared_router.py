@@ -14,6 +14,7 @@ from cluster.config.routing import RoutingSettings
 from deployments.routing.policies import Reason, build_router
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.frames import Address
+from deployments.wire.handshake import PROTOCOL
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
 
@@ -99,7 +100,8 @@ class SharedRouter:
 
     def reported(self, replica_id: str, load: ReplicaLoad) -> None:
         """Take a replica's report."""
-        if load.address is not None and replica_id not in self._addresses:
+        is_new = replica_id not in self._addresses
+        if is_new and load.address is not None and load.protocol == PROTOCOL:
             self._addresses[replica_id] = Address.from_text(load.address)
         with self._lock:
             self._router.reported(replica_id, load, self._now())

@@ -7,30 +7,15 @@ continue, or simply stop if the replica's process has died.
 """
 
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from apar_core.journal import Journal, ThreadDelta
 
 Headers = list[tuple[bytes, bytes]]
 
 
-class Fields:
-    """Base of dataclasses that frames consist of: pickles them as their fields, in order.
-
-    Python's default for frozen dataclasses with slots takes four times as long.
-    """
-
-    __slots__ = ()
-    __match_args__: ClassVar[tuple[str, ...]]
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        """Rebuild the value from its fields."""
-        return type(self), attrgetter(*self.__match_args__)(self)
-
-
 @dataclass(frozen=True, slots=True)
-class AnswerStart(Fields):
+class AnswerStart:
     """Status, headers and the first piece of the body, with that piece's tokens and journal.
 
     `continuable` says whether another replica can continue the answer from its journal.
@@ -44,10 +29,6 @@ class AnswerStart(Fields):
     continuable: bool = False
 
 
-WirePiece = tuple[bytes, tuple[tuple[Any, ...], ...], int]
-"""A `Piece` as it is sent: a stream has hundreds, and a class pickles ten times slower."""
-
-
 class Piece(NamedTuple):
     """A further piece of the body, and what the threads generated since the last part.
 
@@ -59,19 +40,15 @@ class Piece(NamedTuple):
     journal: Journal = ()
     num_tokens: int = 0
 
-    def to_wire(self) -> WirePiece:
-        """Return the piece as plain tuples."""
-        return self.body, tuple(tuple(delta) for delta in self.journal), self.num_tokens
-
     @classmethod
-    def from_wire(cls, wire: WirePiece) -> "Piece":
-        """Return the piece that `to_wire` wrote."""
+    def from_wire(cls, wire: tuple[Any, ...]) -> "Piece":
+        """Return the piece with these fields."""
         body, journal, num_tokens = wire
         return cls(body, tuple(ThreadDelta(*delta) for delta in journal), num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerEnd(Fields):
+class AnswerEnd:
     """The cost of the whole answer; zeros if the request never reached the engine.
 
     `replica` is Ray Serve's id of the replica that finished the answer. The request spent
@@ -89,7 +66,7 @@ class AnswerEnd(Fields):
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerBroken(Fields):
+class AnswerBroken:
     """The replica cannot continue: its engine has died, or it hands its requests to others."""
 
     reason: str
@@ -102,5 +79,5 @@ def ends_answer(part: object) -> bool:
     return is_whole or isinstance(part, AnswerEnd | AnswerBroken)
 
 
-AnswerPart = AnswerStart | WirePiece | AnswerEnd | AnswerBroken
+AnswerPart = int | AnswerStart | Piece | AnswerEnd | AnswerBroken
 WholeAnswer = int | tuple[AnswerStart, AnswerEnd] | AnswerBroken

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from deployments.wire.handshake import PROTOCOL
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
@@ -16,7 +18,8 @@ class ReplicaLoad:
     seconds, idle time excluded. `step_s` is the mean time of an engine step, 0 while unknown. So
     `tokens_per_s * step_s` is the mean number of threads in a step. `thread_weight` is what a
     thread beside others of its request costs over a request's first thread: 1, or less with family
-    attention. `address` is where the replica takes calls of gateways (`wire/frames.py`).
+    attention. `address` is where the replica takes calls of gateways (`wire/frames.py`), and
+    `protocol` is their version.
     """
 
     requests: int
@@ -30,6 +33,7 @@ class ReplicaLoad:
     taken_at_s: float
     thread_weight: float = 1.0
     address: str | None = None
+    protocol: int = PROTOCOL
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> "ReplicaLoad | None":

@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import Journal
-from deployments.wire.answer import Fields, Headers
+from deployments.wire.answer import Headers
 
 MAX_DEADLINE_MS = 86_400_000
 MAX_EXPECTED_TOKENS = 2**24
@@ -41,7 +41,7 @@ class Deadlines:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTerms(Fields):
+class RequestTerms:
     """What the gateway has decided about a request.
 
     `request_id` is the id in logs and in the header `x-request-id`. `priority` is vLLM's: lower
@@ -85,7 +85,7 @@ def write_terms(body: dict[str, Any], terms: RequestTerms) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestHint(Fields):
+class RequestHint:
     """What the router knows about a request.
 
     `prompt_tokens` is an estimate from the prompt's length. `max_tokens` is the client's limit,
@@ -111,7 +111,7 @@ class RequestHint(Fields):
 
 
 @dataclass(frozen=True, slots=True)
-class RelayedRequest(Fields):
+class RelayedRequest:
     """An HTTP request that the gateway sends to a replica.
 
     `streams` is set if the client asked for a stream, `continuable` if another replica can continue

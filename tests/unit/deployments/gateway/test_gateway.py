@@ -95,8 +95,13 @@ async def test_an_unexpected_failure_is_a_500_with_an_error_body(
     assert "a bug" not in answer.text
 
 
-async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event() -> None:
-    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), KeyError("a bug"))
+@pytest.mark.parametrize(
+    # A piece of an earlier version is no part that may be left out silently.
+    "part",
+    [KeyError("a bug"), (b"data: 2\n\n", (), 1)],
+)
+async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event(part: Any) -> None:
+    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), part)
 
     events = (await client(replicas).post(CHAT, json={"stream": True})).text.split("\n\n")
 

@@ -1,9 +1,12 @@
 """Calls over real connections, to replicas that answer without an engine."""
 
 import asyncio
+import logging
+import struct
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +19,11 @@ from deployments.replica.listener import Listener
 from deployments.routing.shared_router import ROUTERS, SharedRouter
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaBrokenError, ReplicaLostError
-from deployments.wire.frames import ACCEPTED, FULL, Address, Call, read_frame, write_frame
+from deployments.wire.frames import Address, Call, Reply, frame, read_part, read_reply
+from deployments.wire.handshake import admit_gateway, greet_replica
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RelayedRequest, RequestTerms
+from tests.fakes.rogue_peer import RoguePeer
 
 REQUEST = RelayedRequest(
     "POST", "/v1/completions", b"", [], b"{}", RequestTerms("r"), replica_wait_s=60
@@ -37,14 +42,15 @@ class Answers:
         self.released = asyncio.Event()
         self.ended = asyncio.Event()
         self.num_calls = 0
+        self.expected = REQUEST
 
     async def stream(self, request: RelayedRequest) -> AsyncIterator[Any]:
-        assert request == REQUEST
+        assert request == self.expected
         self.num_calls += 1
         self.num_inside += 1
         try:
             for part in self.parts[:-1]:
-                yield part.to_wire() if isinstance(part, Piece) else part
+                yield part
             if self.holds:
                 await self.released.wait()
             yield self.parts[-1]
@@ -81,20 +87,29 @@ class Cluster:
     def __init__(self) -> None:
         self.handle = Handle()
         self.router = SharedRouter(RoutingSettings(), seed=1)
-        self.calls: Any = DirectCalls("direct", self.handle)  # type: ignore[arg-type]
+        self.max_body_bytes = 1000
+        self.calls: Any = DirectCalls(
+            "direct",
+            self.handle,  # type: ignore[arg-type]
+            lambda: self.max_body_bytes,
+        )
         self.listeners: list[Listener] = []
         self.caps: dict[str, int] = {}
 
     async def add(self, answers: Answers, cap: int = 8) -> Address:
         listener = Listener(answers, lambda: cap)
         address = await listener.start("127.0.0.1")
-        name = f"r{len(self.listeners)}"
         self.listeners.append(listener)
+        self.know(address)
+        return address
+
+    def know(self, address: Address, **fields: Any) -> None:
+        """Tell the router of a replica at this address, which it may then choose."""
+        name = f"r{len(self.caps)}"
         self.caps[name] = 8
         self.router.replicas_changed(self, dict(self.caps))
-        load = ReplicaLoad(0, 0, 0, 9, 9, 16, 1.0, 1.0, 0.0, address=address.as_text())
+        load = ReplicaLoad(0, 0, 0, 9, 9, 16, 1.0, 1.0, 0.0, address=address.as_text(), **fields)
         self.router.reported(name, load)
-        return address
 
     async def stream(self, request: RelayedRequest = REQUEST) -> list[Any]:
         async with aclosing(self.calls.stream(request)) as parts:
@@ -192,24 +207,120 @@ async def test_a_broken_answer_names_the_replica(cluster: Cluster) -> None:
 
 async def test_a_replica_that_does_not_answer_in_time(cluster: Cluster) -> None:
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    address = Address("127.0.0.1", silent.sockets[0].getsockname()[1], "00" * 32)
-    cluster.router.replicas_changed(cluster, {"r0": 8})
-    load = ReplicaLoad(0, 0, 0, 9, 9, 16, 1.0, 1.0, 0.0, address=address.as_text())
-    cluster.router.reported("r0", load)
+    cluster.know(Address("127.0.0.1", silent.sockets[0].getsockname()[1], "00" * 32))
 
     with pytest.raises(NoReplicaError, match=r"within 0\.2 s"):
         await cluster.stream(replace(REQUEST, replica_wait_s=0.2))
     silent.close()
 
 
-async def test_only_a_gateway_with_the_token_is_served(cluster: Cluster) -> None:
+async def test_only_a_gateway_with_the_token_is_served(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = Answers(START, END)
+    address = await cluster.add(answers)
+    for _ in range(3):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"0" * 32 + b"\x00\x00\x00\x10" + frame(Call("whole", REQUEST)))
+        assert await asyncio.wait_for(reader.read(), 60) == b""
+        writer.close()
+
+    assert answers.num_calls == 0
+    # Whoever reaches the port cannot fill the log.
+    assert [record.message for record in caplog.records] == [
+        "refused a connection that is not a gateway's"
+    ]
+
+
+async def test_a_process_at_the_port_of_a_dead_replica_gets_neither_token_nor_prompt(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rogue = RoguePeer(tmp_path / "ran")
+    address = Address("127.0.0.1", await rogue.start("127.0.0.1"), "5a" * 32)
+    cluster.know(address)
+    live = Answers(START, END)
+    await cluster.add(live)
+    request = replace(REQUEST, body=b"a secret prompt")
+    live.expected = request
+
+    for _ in range(4):
+        assert await cluster.stream(request) == [START, END]
+
+    assert live.num_calls == 4
+    # One connection, because the router no longer chooses that replica; on it only a nonce.
+    assert [len(received) for received in rogue.received] == [40]
+    assert bytes.fromhex(address.token) not in rogue.received[0]
+    assert not rogue.file.exists()
+    assert cluster.router.capacity == 1
+    [record] = caplog.records
+    assert record.message.startswith("another process listens at a replica's address")
+    rogue.close()
+
+
+async def test_a_replica_of_another_version_is_called_over_the_handle(cluster: Cluster) -> None:
+    cluster.know(Address("127.0.0.1", 1, "00" * 32), protocol=3)
+
+    assert await cluster.stream() == [START, END]
+    assert (cluster.handle.num_calls, cluster.router.capacity) == (1, 1)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+async def test_a_replica_that_sends_something_unexpected_is_lost(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, begins: bool
+) -> None:
+    token = bytes(32)
+    too_long = frame(Piece(b""))[:1] + struct.pack(">I", 2**31)
+
+    async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await admit_gateway(reader, writer, token)
+        writer.write((frame(Reply.ACCEPTED) + frame(START) if begins else b"") + too_long)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(broken, "127.0.0.1", 0)
+    cluster.know(Address("127.0.0.1", server.sockets[0].getsockname()[1], token.hex()))
+    if begins:
+        with pytest.raises(ReplicaLostError, match="2147483648 bytes, more than"):
+            await cluster.stream()
+    else:
+        assert await cluster.stream() == [START, END]
+        assert cluster.handle.num_calls == 1
+
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.message == "unexpected data from a replica; its connection is closed"
+    server.close()
+
+
+async def test_a_call_may_be_as_long_as_the_present_limit_on_bodies(cluster: Cluster) -> None:
+    answers = Answers(START, END)
+    await cluster.add(answers)
+    for num_bytes in (1_000, 20_000_000, 1_000):
+        answers.expected = replace(REQUEST, body=b"x" * num_bytes)
+        cluster.max_body_bytes = num_bytes
+        assert await cluster.stream(answers.expected) == [START, END]
+
+    assert (answers.num_calls, cluster.handle.num_calls) == (3, 0)
+    # Ray Serve's handle has a limit of its own, with an error that names it.
+    cluster.max_body_bytes = 1000
+    cluster.calls.close()
+    assert await cluster.stream(replace(REQUEST, body=b"x" * 20_000_000)) == [START, END]
+    assert (answers.num_calls, cluster.handle.num_calls) == (3, 1)
+
+
+async def test_a_replica_closes_a_connection_with_a_call_over_the_limit(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     answers = Answers(START, END)
     address = await cluster.add(answers)
     reader, writer = await asyncio.open_connection(address.host, address.port)
-    writer.write(b"0" * 32 + b"\x00\x00\x00\x01.")
+    await greet_replica(reader, writer, bytes.fromhex(address.token), 50)
+    writer.write(frame(Call("whole", REQUEST)))
 
     assert await asyncio.wait_for(reader.read(), 60) == b""
     assert answers.num_calls == 0
+    [record] = caplog.records
+    assert record.message == "unexpected data from a gateway; its connection is closed"
     writer.close()
 
 
@@ -219,7 +330,7 @@ async def test_a_replica_that_shuts_down_lets_its_calls_end(cluster: Cluster) ->
     async with aclosing(cluster.calls.stream(REQUEST)) as parts:
         assert await anext(parts) == START
         idle = await asyncio.open_connection(address.host, address.port)
-        idle[1].write(bytes.fromhex(address.token))
+        await greet_replica(*idle, bytes.fromhex(address.token), 10_000)
         async with asyncio.timeout(60):
             while len(cluster.listeners[0]._connections) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -227,8 +338,8 @@ async def test_a_replica_that_shuts_down_lets_its_calls_end(cluster: Cluster) ->
         await asyncio.sleep(0.05)
         assert not closing.done()
         reader, writer = idle
-        write_frame(writer, Call("stream", REQUEST))
-        assert await read_frame(reader) == FULL
+        writer.write(frame(Call("stream", REQUEST)))
+        assert await read_reply(reader) is Reply.FULL
         answers.released.set()
         assert [part async for part in parts] == [END]
         await asyncio.wait_for(closing, 60)
@@ -239,14 +350,16 @@ async def test_a_replica_that_shuts_down_waits_until_its_answers_are_sent(cluste
     body = b"x" * 20_000_000
     address = await cluster.add(Answers((AnswerStart(200, [], body), END)))
     reader, writer = await asyncio.open_connection(address.host, address.port)
-    writer.write(bytes.fromhex(address.token))
-    write_frame(writer, Call("whole", REQUEST))
-    assert await read_frame(reader) == ACCEPTED
+    await greet_replica(reader, writer, bytes.fromhex(address.token), 10_000)
+    writer.write(frame(Call("whole", REQUEST)))
+    assert await read_reply(reader) is Reply.ACCEPTED
 
     closing = asyncio.create_task(cluster.listeners[0].close())
     done, _ = await asyncio.wait([closing], timeout=0.3)
     assert not done
-    assert await read_frame(reader) == (AnswerStart(200, [], body), END)
-    assert await read_frame(reader) is None
+    parts: list[Any] = [await read_part(reader)]
+    while parts[-1] != END:
+        parts.append(await read_part(reader))
+    assert b"".join(part.body for part in parts[:-1]) == body
     await closing
     writer.close()

@@ -127,7 +127,7 @@ async def test_a_stream_breaks_off_before_the_output_of_a_lost_engine(
     assert isinstance(start, AnswerStart)
     assert (start.body, start.num_tokens) == (b"0", 2)
     # Neither the end of the thread nor text after it.
-    assert rest == Piece(b"", (ThreadDelta((), (12,)),), 1).to_wire()
+    assert rest == Piece(b"", (ThreadDelta((), (12,)),), 1)
     assert isinstance(broken, AnswerBroken)
     assert broken.engine_died == (lose is die)
     assert replica.engine_lost

@@ -1,0 +1,97 @@
+"""Mutual authentication at the start of a connection between a gateway and a replica.
+
+Both ends know the replica's token, which Ray carries with the load report. It never travels here:
+each end proves that it knows it, by an HMAC-SHA256 over its role and everything sent before, which
+includes a new nonce of either end. So a proof holds for one connection and one direction.
+
+    gateway                         replica
+    version, nonce              ->
+                                <-  version, nonce, proof
+    limit of a call, proof      ->
+
+Frames follow (`wire/frames.py`). Like Ray's own traffic, they are neither encrypted nor signed.
+"""
+
+import asyncio
+import hmac
+import secrets
+import struct
+
+PROTOCOL = 2
+"""Version of handshake and frames. Version 1 had no handshake."""
+TOKEN_BYTES = 32
+
+_HANDSHAKE_S = 10.0
+_GREETING = struct.Struct(">4sI32s")
+_MAGIC = b"apar"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_LIMIT = struct.Struct(">I")
+
+
+class HandshakeError(ConnectionError):
+    """The other end does not know the token, or speaks another protocol or version."""
+
+
+async def greet_replica(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, max_call_bytes: int
+) -> None:
+    """Check that the other end is the replica, then prove to be a gateway.
+
+    Raises HandshakeError if it is another process, which then has received a nonce and no more.
+    Raises OSError or IncompleteReadError if the connection breaks or the other end is silent.
+    """
+    try:
+        async with asyncio.timeout(_HANDSHAKE_S):
+            greeting = _greeting()
+            writer.write(greeting)
+            said = greeting + await _read_greeting(reader)
+            _check(await reader.readexactly(_PROOF_BYTES), token, b"replica", said)
+    except TimeoutError as error:
+        raise ConnectionAbortedError(f"no handshake within {_HANDSHAKE_S:g} s") from error
+    limit = _LIMIT.pack(max_call_bytes)
+    writer.write(limit + _proof(token, b"gateway", said + limit))
+
+
+async def admit_gateway(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes
+) -> int:
+    """Prove to be the replica, and check that the other end is a gateway.
+
+    Returns the gateway's limit on the bytes of a call. Raises HandshakeError if it is no gateway,
+    and OSError or IncompleteReadError if the connection breaks or the other end is silent.
+    """
+    async with asyncio.timeout(_HANDSHAKE_S):
+        said = await _read_greeting(reader)
+        greeting = _greeting()
+        said += greeting
+        writer.write(greeting + _proof(token, b"replica", said))
+        limit = await reader.readexactly(_LIMIT.size)
+        _check(await reader.readexactly(_PROOF_BYTES), token, b"gateway", said + limit)
+    (max_call_bytes,) = _LIMIT.unpack(limit)
+    return int(max_call_bytes)
+
+
+def _greeting() -> bytes:
+    return _GREETING.pack(_MAGIC, PROTOCOL, secrets.token_bytes(_NONCE_BYTES))
+
+
+async def _read_greeting(reader: asyncio.StreamReader) -> bytes:
+    greeting = await reader.readexactly(_GREETING.size)
+    magic, version, _ = _GREETING.unpack(greeting)
+    if magic != _MAGIC:
+        raise HandshakeError("the other end speaks another protocol")
+    if version != PROTOCOL:
+        raise HandshakeError(
+            f"the other end speaks version {version} of the protocol, this end version {PROTOCOL}"
+        )
+    return greeting
+
+
+def _proof(token: bytes, role: bytes, said: bytes) -> bytes:
+    return hmac.digest(token, role + said, "sha256")
+
+
+def _check(proof: bytes, token: bytes, role: bytes, said: bytes) -> None:
+    if not hmac.compare_digest(proof, _proof(token, role, said)):
+        raise HandshakeError("the other end does not know the token")
