@@ -2,11 +2,14 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from tests.fakes.rogue_peer import RoguePeer
 from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA, Server
 
 pytestmark = pytest.mark.cluster
@@ -76,6 +79,61 @@ async def test_requests_outlive_the_only_replica_and_end_at_its_successor(
     assert health.status_code == 200
     server.wait_until_idle()
     assert len(server.processes(ENGINE)) == 1
+
+
+async def taken_over(victim: psutil.Process, file: Path) -> list[RoguePeer]:
+    """Kill a process and take its ports at once."""
+    rogues = {
+        # Of an IPv6 address, the IPv4 address in it.
+        (each.laddr.ip.rpartition(":")[2] or "127.0.0.1", each.laddr.port): RoguePeer(file)
+        for each in victim.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+    victim.kill()
+    async with asyncio.timeout(RECOVERY_S):
+        for (host, port), rogue in rogues.items():
+            while True:
+                try:
+                    await rogue.start(host, port)
+                    break
+                except OSError:
+                    await asyncio.sleep(0)
+    return list(rogues.values())
+
+
+@pytest.mark.slow
+async def test_another_process_at_the_ports_of_a_killed_replica_gets_no_prompt(
+    server: Server, tmp_path: Path
+) -> None:
+    (victim,) = server.processes(REPLICA)
+    (gateway,) = server.processes(GATEWAY)
+    body = BODY | {"messages": [{"role": "user", "content": "My secret is 4711."}], "max_tokens": 5}
+    answers: list[httpx.Response] = []
+    is_over = asyncio.Event()
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        while not is_over.is_set():
+            answers.append(await client.post("/v1/chat/completions", json=body))
+
+    async with server.async_client(timeout_s=RECOVERY_S) as client:
+        await wait_until_served(client)
+        asking = [asyncio.create_task(ask(client)) for _ in range(20)]
+        await asyncio.sleep(0.5)
+        # It must not find the port closed, which would tell it that the replica is dead.
+        gateway.suspend()
+        rogues = await taken_over(victim, tmp_path / "ran")
+        gateway.resume()
+        await asyncio.sleep(1.0)
+        is_over.set()
+        await asyncio.gather(*asking)
+        for rogue in rogues:
+            rogue.close()
+
+    received = [bytes(data) for rogue in rogues for data in rogue.received]
+    assert not [data for data in received if b"4711" in data]
+    assert not (tmp_path / "ran").exists()
+    assert {answer.status_code for answer in answers} == {200}
+    server.wait_until_idle()
 
 
 def wait_for_threads(server: Server, number: int) -> None:
