@@ -215,6 +215,7 @@ def test_checks_without_vllm_do_not_import_it(module: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(5400)
 def test_every_check_runs_here_as_far_as_a_cpu_can(folders: Path) -> None:
     assert run(folders, "--minutes", "90") == 0, (folders / "out" / "gpu-check.md").read_text()
 
