@@ -69,13 +69,13 @@ CHECKS = (
           _ENGINE, ("kernels",)),
     Check("vllm_default", 60, 120, "forks equal plain decoding in float32", _VLLM,
           (*_ENGINE, "ijson")),
-    Check("replay", 200, 400, "forked and sequential runs at 7B dimensions, and step costs", _VLLM,
+    Check("replay", 250, 420, "forked and sequential runs at 7B dimensions, and step costs", _VLLM,
           _REPLAY, ("engine",)),
     Check("family_attention", 110, 170, "the kernel that reads shared KV blocks once", _FAMILIES,
           ("torch", "triton", "numpy")),
     Check("prefixes", 60, 120, "shared prefixes of 128 to 1,024 tokens, by each method",
           "benchmarks.gpu.prefixes", (*_ENGINE, "triton", "numpy")),
-    Check("families", 120, 220, "the runs of `replay` with family attention", _VLLM, _REPLAY,
+    Check("families", 170, 260, "the runs of `replay` with family attention", _VLLM, _REPLAY,
           ("replay",)),
     Check("families_f32", 60, 120, "family attention equals plain decoding in float32", _VLLM,
           (*_ENGINE, "ijson")),
@@ -90,7 +90,7 @@ CHECKS = (
     Check("step_times", 120, 180, "step times of a 7B model, against the tables", _TORCH, _PLAIN),
     Check("triton", 90, 150, "a forked run of `replay` with vLLM's Triton attention", _VLLM,
           _REPLAY, ("replay",)),
-    Check("triton_families", 170, 240, "the runs of `replay` with our Triton kernel", _VLLM,
+    Check("triton_families", 200, 300, "the runs of `replay` with our Triton kernel", _VLLM,
           _REPLAY, ("replay",)),
     Check("training", 60, 110, "FlexAttention and SDPA: loss, gradients, memory", _TORCH, _OFFLINE),
     Check("fsdp", 50, 90, "a training step with sharded weights equals one without", _TORCH,
@@ -107,19 +107,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks without a result; return 1 if one has failed."""
     parser = argparse.ArgumentParser(
         prog="benchmarks/gpu/check.sh",
-        description=__doc__.partition("\n")[0],
-        epilog="Checks: " + "; ".join(f"{check.name}: {check.shows}" for check in CHECKS),
+        description="Run the GPU checks that have no result yet, and write one report.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="checks, with the seconds that they are expected to take on a GPU:\n"
+        + "\n".join(f"  {check.name:17}{check.expected_s:4}  {check.shows}" for check in CHECKS),
     )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--size", choices=["full", "tiny"], default="full")
-    parser.add_argument("--minutes", type=float, default=9.5, help="time of this call")
-    parser.add_argument("--only", help="names of checks, with commas; those they need run too")
-    parser.add_argument("--again", action="store_true", help="repeat checks that have a result")
-    parser.add_argument("--answers", type=Path, help="recorded answers to replay, as JSON lines")
-    parser.add_argument("--dimensions", default="apar-7b", help="model or config.json to replay")
-    parser.add_argument("--state", type=Path, default=STATE, help="folder of results")
-    parser.add_argument("--resume", type=Path, help=f"{REPORT} of another machine to go on from")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cpu tries the checks without a GPU (default: cuda)",
+    )
+    parser.add_argument(
+        "--size", choices=["full", "tiny"], default="full", help="tiny is for a CPU (default: full)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.5,
+        help="time of this call; what does not fit waits (default: 9.5)",
+    )
+    parser.add_argument(
+        "--only", metavar="CHECK,...", help="run these checks, and those whose results they need"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="repeat the checks of --only although they have a result",
+    )
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        metavar="TRACE",
+        help="recorded answers to replay, as JSON lines (default: the embedded model's corpus)",
+    )
+    parser.add_argument(
+        "--dimensions",
+        default="apar-7b",
+        metavar="MODEL",
+        help="model whose dimensions are replayed, or a config.json (default: apar-7b)",
+    )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        default=STATE,
+        metavar="DIR",
+        help="folder of results (default: .gpu-check)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="REPORT",
+        help=f"{REPORT} of another machine with the same GPU to go on from",
+    )
     options = parser.parse_args(arguments)
+    for option in ("answers", "resume"):
+        path = getattr(options, option)
+        if path is not None and not path.is_file():
+            parser.error(f"--{option}: no file {path}")
     asked = [check.name for check in CHECKS] if options.only is None else options.only.split(",")
     try:
         wanted = with_needed(asked)
