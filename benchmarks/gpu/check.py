@@ -32,6 +32,8 @@ REPORT = "gpu-check.json"
 PINS = ROOT / "requirements" / "gpu.txt"
 Results = dict[str, dict[str, Any]]
 _TAIL_CHARACTERS = 4000
+# Exit code while checks that were asked for have no result.
+_UNFINISHED = 3
 # A CPU may be slow and busy, and what is tried there is whether a check works.
 _CPU_LIMITS = 5
 # Left at the end of a call for the report.
@@ -66,7 +68,7 @@ CHECKS = (
     Check("machine", 20, 40, "versions, memory bandwidth, matrix products", _TORCH, _PLAIN[:2]),
     Check("kernels", 30, 60, "vLLM's compiled kernels compute what torch does", _VLLM, _ENGINE),
     Check("engine", 120, 270, "an engine of 7B dimensions starts, forks and replays", _VLLM,
-          _ENGINE, ("kernels",)),
+          _ENGINE),
     Check("vllm_default", 60, 120, "forks equal plain decoding in float32", _VLLM,
           (*_ENGINE, "ijson")),
     Check("replay", 250, 420, "forked and sequential runs at 7B dimensions, and step costs", _VLLM,
@@ -104,7 +106,7 @@ CHECKS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks without a result; return 1 if one has failed."""
+    """Run the checks without a result; return 1 if one has failed, 3 if some are left."""
     parser = argparse.ArgumentParser(
         prog="benchmarks/gpu/check.sh",
         description="Run the GPU checks that have no result yet, and write one report.",
@@ -161,26 +163,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"{REPORT} of another machine with the same GPU to go on from",
     )
     options = parser.parse_args(arguments)
+    if not options.minutes > 0:
+        parser.error(f"--minutes must be above 0, not {options.minutes:g}")
     for option in ("answers", "resume"):
         path = getattr(options, option)
         if path is not None and not path.is_file():
             parser.error(f"--{option}: no file {path}")
-    asked = [check.name for check in CHECKS] if options.only is None else options.only.split(",")
+    names = [check.name for check in CHECKS]
+    asked = names if options.only is None else [each.strip() for each in options.only.split(",")]
     try:
         wanted = with_needed(asked)
     except KeyError as error:
-        parser.error(f"--only: no check {error}; there are {', '.join(c.name for c in CHECKS)}")
-    state: Path = options.state / f"{options.device}-{options.size}"
-    state.mkdir(parents=True, exist_ok=True)
-    if options.resume is not None and not (state / REPORT).exists():
-        shutil.copyfile(options.resume, state / REPORT)
-    results = read_results(state / REPORT)
+        parser.error(f"--only: no check {error}; there are {', '.join(names)}")
     gpu = gpu_name()
-    others = {found["gpu"] for found in results.values() if found.get("gpu")} - {gpu}
-    if gpu is not None and others and not options.again:
-        parser.error(f"{state / REPORT} is of {', '.join(others)}, not {gpu}: choose a new --state")
+    # Results of different GPUs are never mixed.
+    place = [options.device, options.size, *(re.findall(r"\w+", gpu.lower()) if gpu else ())]
+    state: Path = options.state / "-".join(place)
     out = Path(os.environ.get("OUT") or ROOT / "out" / "gpu-check")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        results = read_results(state / REPORT, options, gpu)
+        if options.resume is not None and not results:
+            results = read_results(options.resume, options, gpu)
+    except OSError as error:
+        parser.error(f"cannot read or write {error.filename}: {error.strerror}")
+    except ReportError as error:
+        parser.error(str(error))
     deadline_s = time.monotonic() + 60 * options.minutes - _MARGIN_S
     for check in CHECKS:
         is_repeated = options.again and check.name in asked
@@ -195,18 +204,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         else:
             print(f"{check.name}: {check.shows} ...", flush=True)
+            if is_repeated:
+                # What an earlier try has measured and kept.
+                shutil.rmtree(state / check.name, ignore_errors=True)
+                (state / f"{check.name}.data.runs.json").unlink(missing_ok=True)
+            tries = results.get(check.name, {}).get("tries", 0)
             found = run_check(check, options, state, left_s)
-            found["gpu"] = gpu
+            found |= {"gpu": gpu, "tries": tries + (found["status"] == "timed out")}
         results[check.name] = found
         print(f"{check.name}: {_outcome(found)}", flush=True)
         for line in (found.get("data") or {}).get("summary", ()):
             print(f"    {line}", flush=True)
         write_report(results, state, out, options)
     write_report(results, state, out, options)
-    open_names = [name for name in wanted if not _has_run(results, name)]
-    print(f"Report: {out / 'gpu-check.md'}; without a result: {', '.join(open_names) or 'none'}")
-    failed = [results[name]["status"] in ("failed", "timed out") for name in results]
-    return int(any(failed))
+    unfinished = [name for name in wanted if not _has_run(results, name)]
+    print(f"Report: {out / 'gpu-check.md'}; without a result: {', '.join(unfinished) or 'none'}")
+    if any(found["status"] in ("failed", "timed out") for found in results.values()):
+        return 1
+    return _UNFINISHED if unfinished else 0
 
 
 def with_needed(names: Iterable[str]) -> list[str]:
@@ -221,17 +236,42 @@ def with_needed(names: Iterable[str]) -> list[str]:
     return [name for name in checks if name in wanted]
 
 
-def read_results(path: Path) -> Results:
-    """Return the results of a report, by name of the check; none without a file."""
+class ReportError(Exception):
+    """A report from which this call cannot go on."""
+
+
+def read_results(path: Path, options: argparse.Namespace, gpu: str | None) -> Results:
+    """Return the results of a report, by name of the check; none without a file.
+
+    Those of another GPU are left out, with a warning. A machine without a GPU takes all: some
+    checks need none. Raises ReportError for another file, or a report of another device or size.
+    """
     if not path.exists():
         return {}
-    results: Results = json.loads(path.read_text(encoding="utf-8"))["checks"]
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        kind = (report["device"], report["size"])
+        results: Results = dict(report["checks"])
+        gpus = {str(found["gpu"]) for found in results.values() if found.get("gpu")}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ReportError(f"{path} is no {REPORT}: {type(error).__name__}: {error}") from error
+    if kind != (options.device, options.size):
+        raise ReportError(
+            f"{path} is of --device {kind[0]} --size {kind[1]}, not --device {options.device} "
+            f"--size {options.size}"
+        )
+    if gpu is not None and gpus - {gpu}:
+        print(f"{path} is of {', '.join(sorted(gpus))}, not {gpu}: all checks run anew", flush=True)
+        return {}
     return results
 
 
 def _has_run(results: Results, name: str) -> bool:
-    # A skipped check is tried again: what it needs may be there by now.
-    return results.get(name, {}).get("status") in ("passed", "failed", "timed out")
+    # A skipped check is tried again: what it needs may be there by now. So is one that timed out
+    # once: what it has compiled is kept.
+    found = results.get(name, {})
+    status = found.get("status")
+    return status in ("passed", "failed") or (status == "timed out" and found["tries"] > 1)
 
 
 def _outcome(found: Mapping[str, Any]) -> str:
@@ -290,6 +330,8 @@ def run_check(
     if options.answers is not None:
         command += ["--answers", str(options.answers.resolve())]
     environment = dict(os.environ)
+    # Triton's attention otherwise rounds float32 to TF32, which changes tokens.
+    environment.setdefault("TRITON_F32_DEFAULT", "ieee")
     if options.device == "cpu":
         # Threads of tiny matrix products wait for each other, which other work makes long.
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -297,7 +339,7 @@ def run_check(
     begin_s = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, process_group=0,
             env=environment,
         )  # fmt: skip
         try:
@@ -353,12 +395,15 @@ def write_report(results: Results, state: Path, out: Path, options: argparse.Nam
 
 
 def _commit() -> str:
+    # A borrowed machine gets the files alone, and the archive of pack.sh has the commit.
+    packed = ROOT / ".gpukit" / "commit"
     git = shutil.which("git")
-    if git is None:
-        return "unknown"
-    command = [git, "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    if git is not None:
+        command = [git, "rev-parse", "--short", "HEAD"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.stdout.strip():
+            return done.stdout.strip()
+    return packed.read_text(encoding="utf-8").strip() if packed.exists() else "unknown"
 
 
 def _markdown(facts: Mapping[str, str], results: Results) -> str:
@@ -384,4 +429,6 @@ def _markdown(facts: Mapping[str, str], results: Results) -> str:
 
 
 if __name__ == "__main__":
+    # As an interruption, so that the check that runs is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

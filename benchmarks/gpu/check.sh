@@ -9,6 +9,7 @@
 # What a check needs and the machine lacks, it says, and the others run. Wheels in .whl/ are installed
 # into a folder of their own. With --kit as the first argument, everything comes from the archive of
 # pack.sh: see README.md. The report is gpu-check.md and gpu-check.json in $OUT, or in out/gpu-check.
+# Exit codes: 1 if a check has failed, 3 if checks are left for another call.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${PYTHON:-python3}"
@@ -27,7 +28,11 @@ if [ "${1:-}" = --kit ]; then
 fi
 if compgen -G '.whl/*.whl' > /dev/null; then
   site="$PWD/.gpu-check/site"
-  [ -d "$site" ] || "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" .whl/*.whl
+  if [ ! -d "$site" ]; then
+    rm -rf "$site.new"
+    "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site.new" .whl/*.whl
+    mv "$site.new" "$site"
+  fi
   export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false

@@ -7,7 +7,7 @@ FlashAttention 3. `docs/family-attention.md` states the rule in words.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,11 @@ LEAST_GAIN = 1.03
 RIVAL_GAIN = 1.10
 """How much faster another method must be to replace one of ours."""
 _LONG_PREFIX = 256
-_BACKENDS = ("families", "triton_families")
-_NEEDED = ("replay", "families", "families_f32", "bf16", "prefixes")
+_BACKENDS = {"families": "two passes", "triton_families": "our kernel"}
+"""Checks whose runs read families, and the method of `prefixes` that their engines use."""
+_BASELINE = {"attention_backend": "FLASH_ATTN"}
+_ONE_PASS = "one pass"
+_NEEDED = ("engine", "replay", "families", "families_f32", "bf16", "prefixes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,43 +34,59 @@ class Decision:
     reasons: tuple[str, ...]
 
 
+DEFAULT, OPTIONAL, REMOVE = "Make it the default", "Keep it optional", "Remove it"
+
+
 def decide(results: Mapping[str, Mapping[str, Any]]) -> Decision:
     """Decide from the data of the checks that have passed, by name."""
     missing = [name for name in _NEEDED if name not in results]
     if missing:
         return Decision("No decision", (f"not passed: {', '.join(missing)}",))
-    backends = [results[name]["speed_ups"] for name in _BACKENDS if name in results]
-    # Only one backend can be the default: the one with the larger gain.
-    speed_ups = max(backends, key=lambda runs: max(_of(runs, "eager").values()))
-    gains, costs = _of(speed_ups, "eager"), _of(speed_ups, "sequential")
-    reasons = [
-        f"forked runs have {_listed(gains)} of the throughput without families",
-        f"runs that share nothing have {_listed(costs)}",
-    ]
+    arguments = results["engine"]["arguments"]
+    if arguments != _BASELINE:
+        return Decision("No decision", (f"the baseline is not vLLM's default: {arguments}",))
     points = results["prefixes"]["points"]
-    passes = [each["seconds"]["two passes"] / each["seconds"]["one pass"] for each in points]
-    reasons.append(
-        f"two passes take {min(passes):.2f} to {max(passes):.2f} of the time of one, in "
-        f"{len(points)} steps with prefixes of {points[0]['prefix']} to {points[-1]['prefix']} "
-        "tokens"
+    verdicts: dict[str, str] = {}
+    reasons: list[str] = []
+    for check, method in _BACKENDS.items():
+        if check in results:
+            verdicts[method], found = _of_backend(results[check], method, points)
+            reasons += found
+    # One backend that is good enough is enough.
+    verdict = min(verdicts.values(), key=(DEFAULT, OPTIONAL, REMOVE).index)
+    return Decision(verdict, (*reasons, *_rivals(points)))
+
+
+def _of_backend(
+    found: Mapping[str, Any], method: str, points: Sequence[Mapping[str, Any]]
+) -> tuple[str, list[str]]:
+    """Return the verdict about one implementation, by its own figures alone."""
+    gains, costs = (
+        {run: ratio for run, ratio in found["speed_ups"].items() if run.startswith(name)}
+        for name in ("eager", "sequential")
     )
-    if max(gains.values()) < LEAST_GAIN:
-        verdict = "Remove it"
-        reasons.append(f"no forked run gains {LEAST_GAIN - 1:.0%}")
+    times = [each["seconds"][method] / each["seconds"][_ONE_PASS] for each in points]
+    # A gain that lies within the spread of two equal runs is none.
+    spread = found["spread"]
+    if max(gains.values()) < LEAST_GAIN - spread:
+        verdict = REMOVE
     elif (
-        min(gains.values()) >= DEFAULT_GAIN
+        min(gains.values()) >= DEFAULT_GAIN + spread
         and min(costs.values(), default=0.0) >= DEFAULT_COST
-        and max(passes) <= DEFAULT_PASSES
+        and max(times) <= DEFAULT_PASSES
     ):
-        verdict = "Make it the default"
+        verdict = DEFAULT
     else:
-        verdict = "Keep it optional"
-    reasons += _rivals(points)
-    return Decision(verdict, tuple(reasons))
-
-
-def _of(runs: Mapping[str, float], method: str) -> dict[str, float]:
-    return {run: ratio for run, ratio in runs.items() if run.startswith(method)}
+        verdict = OPTIONAL
+    return verdict, [
+        f"{method}: {verdict.lower()}",
+        f"{method}: forked runs have {_listed(gains)} of the throughput without families; two "
+        f"equal runs differ by {spread:.1%}",
+        f"{method}: runs that share nothing have {_listed(costs) or 'not been measured'}",
+        f"{method}: {min(times):.2f} to {max(times):.2f} of the time of one pass, in "
+        f"{len(points)} steps with prefixes of {points[0]['prefix']} to {points[-1]['prefix']} "
+        "tokens",
+    ]
 
 
 def _listed(ratios: Mapping[str, float]) -> str:

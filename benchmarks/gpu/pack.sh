@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=$PWD/benchmarks/gpu
 work=${WORK:-${TMPDIR:-/tmp}/gpukit-work}
-answers=$(realpath "${1:-../shared/data/traces/structured.jsonl}" 2>/dev/null) ||
+answers=$(realpath -e "${1:-../shared/data/traces/structured.jsonl}" 2>/dev/null) ||
   { echo "no recorded answers: benchmarks/gpu/pack.sh TRACE.jsonl" >&2; exit 2; }
 python=${PYTHON:-$PWD/.venv/bin/python}
 site=$work/site out=$PWD/.gpukit
@@ -60,5 +60,6 @@ room=$((62 * 2 ** 20 - tree))
 tar --create --directory "$site" --sort name --owner 0 --group 0 . | xz -9 |
   split --bytes "${PIECE:-$room}" --numeric-suffixes --suffix-length 1 - "$out/piece-"
 (cd "$out" && sha256sum piece-* >sums)
+git rev-parse --short HEAD >"$out/commit"
 echo "checkout: $((tree / 2 ** 20)) MiB; pieces:"
 ls -l "$out"/piece-*

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 MODELS = {"Llama-7B": Shape(32, 32, 128, 32), "Llama-3-8B": Shape(32, 8, 128, 32)}
 PREFIXES = (128, 256, 512, 1024)
 _BACKENDS = "apar_core.attention.gpu_backends"
+_FA_UTILS = "vllm.v1.attention.backends.fa_utils"
+# vLLM's `flash_attn_max_num_splits_for_cuda_graph`.
+_GRAPH_SPLITS = 32
 _FAMILIES, _ROWS, _SUFFIX = 64, 4, 128
 _WORKSPACE_BYTES = 128 << 20
 # Two roundings of bf16 partial results, and a third of the merged one.
@@ -118,8 +121,20 @@ def one_pass(step: Rows, outputs: Sequence[Tensor], setup: Setup) -> Callable[[]
     """Return a function that calls FlashAttention as vLLM does for decoding rows."""
     attend = import_module(_BACKENDS).flash_attention()
     version = flash_version(step.shape, setup)
-    starts = torch.arange(len(outputs[0]) + 1, device=setup.device, dtype=torch.int32)
+    rows = len(outputs[0])
+    starts = torch.arange(rows + 1, device=setup.device, dtype=torch.int32)
     longest = int(step.layers[0].lengths.max())
+    # As vLLM has it in full CUDA graphs: one schedule for all layers, made before the step.
+    ahead: dict[str, Any] = {}
+    if version == 3:
+        ahead = {"num_splits": _GRAPH_SPLITS}
+        ahead["scheduler_metadata"] = import_module(_FA_UTILS).get_scheduler_metadata(
+            batch_size=rows, max_seqlen_q=1, max_seqlen_k=longest,
+            num_heads_q=step.shape.heads, num_heads_kv=step.shape.kv_heads,
+            headdim=step.shape.head_size, cache_seqlens=step.layers[0].lengths,
+            qkv_dtype=step.layers[0].query.dtype, cu_seqlens_q=starts, page_size=BLOCK_SIZE,
+            causal=True, window_size=(-1, -1), num_splits=_GRAPH_SPLITS,
+        )  # fmt: skip
 
     def solve() -> None:
         for layer, output in zip(step.layers, outputs, strict=True):
@@ -127,7 +142,7 @@ def one_pass(step: Rows, outputs: Sequence[Tensor], setup: Setup) -> Callable[[]
                 q=layer.query, k=layer.keys, v=layer.values, out=output, cu_seqlens_q=starts,
                 max_seqlen_q=1, seqused_k=layer.lengths, max_seqlen_k=longest,
                 block_table=layer.table, causal=True, softmax_scale=layer.scale,
-                return_softmax_lse=True, fa_version=version,
+                return_softmax_lse=True, fa_version=version, **ahead,
             )  # fmt: skip
 
     return solve

@@ -121,8 +121,9 @@ def validate(
 
     Real runs and step measurements alternate. The step costs are fitted three times: to a grid of
     steps, to sequential runs, and to the smallest limit. Each fit predicts the runs it did not see.
-    On a GPU that `apar experiment` knows, its published costs predict all runs too. step-costs.json
-    holds the measured costs for --costs of other commands. Takes about 5 minutes on 2 idle cores:
+    On a GPU, the grid and, if the GPU is known, its published costs predict all runs.
+    step-costs.json holds the grid's costs, for --costs of other commands. Takes about 5 minutes on
+    2 idle cores:
 
     [bold]apar experiment validate --trace TRACE.jsonl --repeats 5[/bold]
 

@@ -12,6 +12,9 @@ duration of a run is the sum of them. Up to four step costs predict the runs:
 - smallest limit: of the steps of the runs with the fewest concurrent requests. It predicts those
   with more.
 
+Where the engine schedules ahead, as on a GPU, a run's duration is that of its shortest repeat. Its
+steps are not sampled, because that would lengthen it, so only the first two predict it.
+
 A prediction is a run of the whole engine in virtual time with these costs. No run is predicted from
 its own steps. The costs of the grid are written to `step-costs.json`, which other commands take.
 """
@@ -188,7 +191,8 @@ def validate(
     sources: list[str | RunPoint] = [_GRID, *points]
     numbers = range(settings.repeats)
     facts = dict(store.find("engine"))
-    has_gpu = facts.pop("on_gpu")
+    has_gpu, num_answers = facts.pop("on_gpu"), facts.pop("num_answers")
+    fits = (_GRID,) if facts["is_async"] else _FITS
     samples = {
         point: least_samples([read_samples(store, run_name(number, point)) for number in numbers])
         for point in sources
@@ -199,7 +203,7 @@ def validate(
         repeats = [
             TimedRun(part["duration_s"], part["steps"], part["text_tokens"]) for part in parts
         ]
-        # Where vLLM schedules ahead, the first step has no sample.
+        # Where vLLM schedules ahead, no step has a sample.
         if len(samples[point]) > repeats[0].steps:
             raise EvaluationError(f"the repeats of {point.name!r} took different steps")
         if facts["is_async"]:
@@ -217,7 +221,7 @@ def validate(
             on_gpu=has_gpu,
             knots=settings.grid.knots if fit == _GRID else None,
         ).costs
-        for fit in _FITS
+        for fit in fits
     }
     write_costs(costs[_GRID], folder / COSTS_FILE)
     published = published_costs(settings.model, machine, facts["block_size"]) if has_gpu else None
@@ -227,8 +231,9 @@ def validate(
     loads = [store.find(run_name(*each))["load_average"] for each in _wanted(settings)]
     kv_tokens = min(settings.kv_tokens, facts["kv_tokens"])
     return _report(
-        settings, machine, kv_tokens, measured, predicted, costs, statistics.median(loads)
-    )
+        settings, machine, (num_answers, kv_tokens), measured, predicted, costs,
+        statistics.median(loads),
+    )  # fmt: skip
 
 
 def published_costs(model: str, gpu: str, block_size: int) -> StepCosts | None:
@@ -280,7 +285,8 @@ def _measure(
     try:
         experiment = ExperimentEngine(engine, hidden_ids(engine, settings.model))
         if not store.has("engine"):
-            store.add("engine", {**engine_facts(engine), "on_gpu": on_gpu()})
+            found_facts = {"on_gpu": on_gpu(), "num_answers": len(answers)}
+            store.add("engine", {**engine_facts(engine), **found_facts})
         timer = StepTimer(engine, clock=lambda: experiment.clock())
         done = start_stage("runs", len(missing) + 1)
         # The first steps of an engine allocate and compile.
@@ -292,7 +298,9 @@ def _measure(
             timer.samples = []
             timer.pause()
             if isinstance(point, RunPoint):
+                timer.is_counting = not timer.is_async
                 run = replay(experiment, answers, settings, point)
+                timer.is_counting = True
                 data: dict[str, Any] = asdict(run)
                 found = timer.samples
             else:
@@ -406,12 +414,14 @@ def run_name(number: int, point: str | RunPoint) -> str:
 def _report(
     settings: ValidationSettings,
     machine: str,
-    kv_tokens: int,
+    numbers: tuple[int, int],
     measured: Mapping[RunPoint, MeasuredRun],
     predicted: Mapping[tuple[str, RunPoint], TimedRun],
     costs: Mapping[str, StepCosts],
     load: float,
 ) -> Report:
+    """Report the runs; `numbers` are the answers of a run and the tokens of the KV cache."""
+    num_answers, kv_tokens = numbers
     columns = [
         Column("run"),
         Column("steps", "d"),
@@ -444,7 +454,7 @@ def _report(
         rows.append(tuple(row))
     facts = {
         "Machine": f"measured on {machine}, load average {load:.1f}",
-        "Runs": f"{settings.answers} answers of {settings.trace}, "
+        "Runs": f"{num_answers} answers of {settings.trace}, "
         f"{settings.repeats} repeats, the least time of each step; {kv_tokens} tokens of KV cache",
         "Steps": "as many in virtual time as measured, in every run"
         if same_steps

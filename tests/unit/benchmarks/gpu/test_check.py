@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.gpu import check as gpu_check
 from benchmarks.gpu.check import CHECKS, Check, main, obstacle, pinned, with_needed
 
 ROOT = Path(__file__).resolve().parents[4]
+UNFINISHED = 3
 PLAN = ROOT / "benchmarks" / "gpu" / "README.md"
 
 
@@ -78,7 +82,7 @@ def test_a_call_leaves_what_does_not_fit_to_the_next(
 ) -> None:
     choose(monkeypatch, fake("long", expected_s=90, limit_s=120), fake("works"))
 
-    assert run(folders, "--minutes", "1") == 0
+    assert run(folders, "--minutes", "1") == UNFINISHED
     assert results(folders) == {"works": "passed"}
     assert run(folders) == 0
     assert results(folders) == {"long": "passed", "works": "passed"}
@@ -97,18 +101,47 @@ def test_a_check_that_the_end_of_a_call_cuts_off_is_tried_again(
 ) -> None:
     choose(monkeypatch, fake("hangs", expected_s=1, limit_s=120))
 
-    assert run(folders, "--minutes", "0.25") == 0
+    assert run(folders, "--minutes", "0.25") == UNFINISHED
     assert report(folders)["hangs"]["status"] == "cut off"
+
+    # After a check has timed out, one more try follows: what it has compiled is kept.
     choose(monkeypatch, fake("works"), fake("hangs", limit_s=1))
     monkeypatch.setattr(gpu_check, "_CPU_LIMITS", 1)
+    for tries in (1, 2):
+        assert run(folders) == 1
+        assert results(folders) == {"hangs": "timed out", "works": "passed"}
+        assert report(folders)["hangs"]["tries"] == tries
+    monkeypatch.setattr(gpu_check, "run_check", None)
     assert run(folders) == 1
-    assert results(folders) == {"hangs": "timed out", "works": "passed"}
+
+
+def test_ending_the_harness_ends_the_check_that_runs(folders: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        "from benchmarks.gpu import check\n"
+        "from tests.unit.benchmarks.gpu.test_check import fake\n"
+        "check.CHECKS = (fake('hangs'),)\n"
+        "check.signal.signal(check.signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        f"check.main(['--device', 'cpu', '--size', 'tiny', '--state', {str(folders)!r}])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    data = folders / "cpu-tiny" / "hangs.data.json"
+    while not data.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    [child] = psutil.Process(process.pid).children()
+    process.terminate()
+
+    assert process.wait() == 143
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child.wait(60)
+    assert not child.is_running()
 
 
 def test_a_skipped_check_is_tried_again(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = fake("works", packages=("torch", "no_such_package", "ijson"))
     choose(monkeypatch, missing)
-    assert run(folders) == 0
+    assert run(folders) == UNFINISHED
     # The pins are those of requirements/gpu.txt, for what it has.
     page = (folders / "out" / "gpu-check.md").read_text()
     assert re.search(r"skipped: missing: python\S* -m pip install no_such_package \|", page)
@@ -169,20 +202,63 @@ def test_results_of_different_gpus_are_not_mixed(
     choose(monkeypatch, fake("works"), fake("other"))
     monkeypatch.setattr(gpu_check, "gpu_name", lambda: "NVIDIA A")
     run(folders, "--only", "works")
+    brought = str(shutil.move(folders / "out" / "gpu-check.json", folders / "brought.json"))
     monkeypatch.setattr(gpu_check, "gpu_name", lambda: "NVIDIA B")
 
-    with pytest.raises(SystemExit):
-        run(folders)
+    assert run(folders, "--resume", brought) == 0
 
-    assert "is of NVIDIA A, not NVIDIA B: choose a new --state" in capsys.readouterr().err
+    assert "brought.json is of NVIDIA A, not NVIDIA B: all checks run" in capsys.readouterr().out
+    assert {found["gpu"] for found in report(folders).values()} == {"NVIDIA B"}
     # Without a GPU, what needs none may use the results.
     monkeypatch.setattr(gpu_check, "gpu_name", lambda: None)
-    assert run(folders) == 0
+    assert run(folders, "--resume", brought) == 0
+    assert report(folders)["works"]["gpu"] == "NVIDIA A"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "is no gpu-check.json: KeyError: 'device'"),
+        ("[1]", "is no gpu-check.json: TypeError"),
+        ("{", "is no gpu-check.json: JSONDecodeError"),
+        (
+            '{"device": "cuda", "size": "full", "checks": {}}',
+            "is of --device cuda --size full, not --device cpu --size tiny",
+        ),
+    ],
+)
+def test_a_report_to_resume_from_is_checked(
+    folders: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    (folders / "brought.json").write_text(content)
+
+    with pytest.raises(SystemExit):
+        run(folders, "--resume", str(folders / "brought.json"))
+
+    assert message in capsys.readouterr().err
+    assert not (folders / "cpu-tiny" / "gpu-check.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--resume", "nowhere.json"), "--resume: no file nowhere.json"),
+        (("--answers", "nowhere.jsonl"), "--answers: no file nowhere.jsonl"),
+        (("--minutes", "0"), "--minutes must be above 0, not 0"),
+    ],
+)
+def test_wrong_options_are_named(
+    folders: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run(folders, *options)
+
+    assert message in capsys.readouterr().err
 
 
 def test_an_unknown_check_is_named(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run(folders, "--only", "machine,nope")
+        run(folders, "--only", "machine, nope")
 
     assert "no check 'nope'; there are machine, kernels, engine" in capsys.readouterr().err
 
@@ -222,4 +298,4 @@ def test_every_check_runs_here_as_far_as_a_cpu_can(folders: Path) -> None:
     assert results(folders) == {check.name: "passed" for check in CHECKS}
     page = (folders / "out" / "gpu-check.md").read_text()
     assert "as many in virtual time as measured, in every run" in page
-    assert "No decision" not in page
+    assert "the baseline is not vLLM's default" in page
