@@ -29,15 +29,32 @@ CUT = "cut"
 _FAILED = (LOST, "error")
 
 
+# Readings of both clocks take a microsecond. A busy machine may interrupt the process between them,
+# and would shift all spans of the request by the interruption.
+_CLOSE_NS = 20_000
+_MAX_READINGS = 10
+
+
 class WallClock:
     """Converts the monotonic clock to nanoseconds since the epoch, with a fixed offset."""
 
     def __init__(self) -> None:
-        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        readings = [_read_offset()]
+        while readings[-1][0] > _CLOSE_NS and len(readings) < _MAX_READINGS:
+            readings.append(_read_offset())
+        _, self._offset_ns = min(readings)
 
     def ns(self, monotonic_s: float) -> int:
         """Convert a time of the monotonic clock."""
         return int(monotonic_s * 1e9) + self._offset_ns
+
+
+def _read_offset() -> tuple[int, int]:
+    """Return how long a reading of both clocks took, and the wall clock's offset."""
+    before_ns = time.monotonic_ns()
+    wall_ns = time.time_ns()
+    width_ns = time.monotonic_ns() - before_ns
+    return width_ns, wall_ns - before_ns - width_ns // 2
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """Spans of threads observed in any order."""
 
+import pytest
 from opentelemetry.context import Context
 
 from deployments.tracing import attributes as names
@@ -26,3 +27,41 @@ def test_a_child_observed_before_its_parent_starts_with_it() -> None:
     assert first.start_time == second.start_time
     assert first.end_time == second.end_time
     assert ((first.end_time or 0) - (first.start_time or 0)) == 3_000_000_000
+
+
+def test_an_interruption_between_the_two_clocks_shifts_no_span(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ns, interruptions_ns = 5_000_000_000, [70_000_000, 30_000_000]
+
+    def monotonic_ns() -> int:
+        nonlocal now_ns
+        now_ns += 100
+        return now_ns
+
+    def time_ns() -> int:
+        nonlocal now_ns
+        now_ns += interruptions_ns.pop() if interruptions_ns else 0
+        return now_ns + 10**18
+
+    monkeypatch.setattr("time.monotonic_ns", monotonic_ns)
+    monkeypatch.setattr("time.time_ns", time_ns)
+
+    assert abs(WallClock().ns(2.5) - (10**18 + 2_500_000_000)) <= 100
+    assert interruptions_ns == []
+
+
+def test_a_clock_that_is_always_interrupted_is_read_a_bounded_number_of_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ns = 0
+
+    def monotonic_ns() -> int:
+        nonlocal now_ns
+        now_ns += 1_000_000
+        return now_ns
+
+    monkeypatch.setattr("time.monotonic_ns", monotonic_ns)
+    monkeypatch.setattr("time.time_ns", lambda: now_ns + 10**18)
+
+    assert abs(WallClock().ns(2.5) - (10**18 + 2_500_000_000)) <= 1_000_000
