@@ -25,6 +25,6 @@ def find(program: str) -> str | None:
 
 def needs(program: str) -> pytest.MarkDecorator:
     """Skip tests where the program is missing, except in continuous integration: fail there."""
-    missing = find(program) is None and "CI" not in os.environ
+    missing = find(program) is None and not os.environ.get("CI")
     reason = f"{program} is not installed (Debian: apt install {PACKAGES[program]})"
     return pytest.mark.skipif(missing, reason=reason)
