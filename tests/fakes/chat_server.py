@@ -20,6 +20,7 @@ MODEL = "scripted"
 class Reply:
     """What one request gets. `pieces` are sent `gap_s` apart, the first after `first_s`.
 
+    `may_write` is asked, with the number of pieces so far, until the next one or the end may go.
     Nothing is sent before as many requests as `together` have been under way at once.
     The connection is free again `linger_s` after the end.
     `ending`: a whole answer; a connection cut in the midst; a stream that ends without its end; an
@@ -30,6 +31,7 @@ class Reply:
     together: int = 0
     first_s: float = 0.0
     gap_s: float = 0.0
+    may_write: Callable[[int], bool] = lambda num_pieces: True
     linger_s: float = 0.0
     ending: Literal["done", "cut", "unfinished", "error", "hang"] = "done"
     status: int = 200
@@ -117,6 +119,7 @@ async def _answer(reply: Reply, request: web.Request) -> web.StreamResponse:
     for number, piece in enumerate(reply.pieces):
         if number:
             await asyncio.sleep(reply.gap_s)
+        await _permission(reply, number)
         await response.write(_event({"choices": [{"index": 0, "delta": {"content": piece}}]}))
     if reply.ending == "hang":
         await asyncio.sleep(3600)
@@ -126,9 +129,15 @@ async def _answer(reply: Reply, request: web.Request) -> web.StreamResponse:
     elif reply.ending == "error":
         await response.write(_event({"error": {"message": "the engine died"}}))
     elif reply.ending == "done":
+        await _permission(reply, len(reply.pieces))
         await response.write(_end(reply))
         await asyncio.sleep(reply.linger_s)
     return response
+
+
+async def _permission(reply: Reply, num_pieces: int) -> None:
+    while not reply.may_write(num_pieces):  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
 
 
 def _end(reply: Reply) -> bytes:

@@ -17,7 +17,7 @@ if __name__ == "__main__":
         print(pool.submit(os.getpid).result(), flush=True)
         time.sleep(60)
 """
-WAIT_S = 30
+WAIT_S = 120
 
 
 def is_alive(pid: int) -> bool:

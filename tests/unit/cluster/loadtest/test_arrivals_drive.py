@@ -11,12 +11,12 @@ import pytest
 
 from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
-from cluster.loadtest.client import LoadClient
+from cluster.loadtest.client import Attempt, LoadClient
 from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.load_run import Drive, Stop
 from cluster.loadtest.run_file import Answered
-from cluster.loadtest.watches import ClientWatch
 from tests.fakes.chat_server import ChatServer, Reply, chat_server
+from tests.fakes.clock import Clock
 from tests.fakes.waiting import until
 
 BODY = b'{"model": "scripted", "messages": [], "stream": true}'
@@ -28,6 +28,14 @@ class GivenTimes:
 
     def times_s(self, number: int, seed: int) -> list[float]:
         return self.times[:number]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock of the load test, which a server may set."""
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    return clock
 
 
 def jobs(number: int) -> list[Job]:
@@ -49,42 +57,55 @@ async def drive(
     return answers, seconds
 
 
-async def test_all_at_once_sends_every_request_immediately() -> None:
-    started_s = time.perf_counter()
-    with chat_server(lambda body, number: Reply(together=40, first_s=0.3)) as server:
+async def test_all_at_once_sends_every_request_immediately(clock: Clock) -> None:
+    def reply(body: dict[str, Any], number: int) -> Reply:
+        if number == 39:
+            clock.now_s += 0.25
+        return Reply(together=40)
+
+    with chat_server(reply) as server:
         answers, seconds = await drive(server, AllAtOnce(), 40)
 
     assert server.most_under_way == 40
     assert len(answers) == 40
     assert {answer.record.error for answer in answers} == {None}
-    assert 0.3 <= seconds <= time.perf_counter() - started_s
+    assert {answer.record.sent_s for answer in answers} == {0.0}
+    assert seconds == 0.25
 
 
-async def test_a_closed_loop_keeps_as_many_running() -> None:
-    started_s = time.perf_counter()
-    with chat_server(lambda body, number: Reply(together=4, first_s=0.1)) as server:
+async def test_a_closed_loop_keeps_as_many_running(clock: Clock) -> None:
+    def reply(body: dict[str, Any], number: int) -> Reply:
+        clock.now_s += 0.25
+        return Reply(together=4)
+
+    with chat_server(reply) as server:
         answers, seconds = await drive(server, ClosedLoop(4), 12)
 
     assert server.most_under_way == 4
     assert sorted(answer.record.index for answer in answers) == list(range(12))
     assert all(answer.record.planned_s is None for answer in answers)
-    assert 0.3 <= seconds <= time.perf_counter() - started_s
+    assert seconds == 3.0
 
 
+class Slow(LoadClient):
+    """Answers each request after 10 s, without a server."""
+
+    async def _follow(self, attempt: Attempt) -> None:
+        await asyncio.sleep(10)
+
+
+@pytest.mark.usefixtures("simulated_clocks")
 async def test_an_open_loop_sends_at_its_times() -> None:
     times = [0.0, 0.1, 0.1, 0.4]
-    watch = ClientWatch()
-    with chat_server(lambda body, number: Reply(together=4)) as server:
-        async with watch.watching():
-            answers, _ = await drive(server, GivenTimes(times), 4)
+    answers: list[Answered] = []
+    client = Slow(Target(url="http://127.0.0.1:1"), timeout_s=30)
+
+    seconds = await Drive(client, 0, Stop(), answers.append).run(jobs(4), GivenTimes(times), seed=0)
 
     records = sorted((answer.record for answer in answers), key=lambda record: record.index)
     assert [record.planned_s for record in records] == times
-    # Late only if the event loop was.
-    most_late_s = 0.1 + 2 * watch.figures([]).lag_max_s
-    for record, time_s in zip(records, times, strict=True):
-        assert time_s <= record.sent_s <= time_s + most_late_s
-    assert server.most_under_way == 4
+    assert [record.sent_s for record in records] == pytest.approx(times, abs=1e-5)
+    assert seconds == pytest.approx(10.4, abs=1e-5)
 
 
 async def test_an_interrupted_run_sends_nothing_and_waits_for_nothing() -> None:

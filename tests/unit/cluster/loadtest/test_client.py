@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.run_file import Answered
 from cluster.local_ray import free_port
 from tests.fakes.chat_server import Reply, chat_server
+from tests.fakes.clock import Clock
 from tests.fakes.waiting import until
 
 BODY = b'{"model": "scripted", "messages": [], "stream": true}'
@@ -31,23 +33,35 @@ async def ask(
         )
 
 
-async def test_a_whole_answer_is_timed_and_counted() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock of the load test, which a server may set."""
+    clock = Clock(64.0)
+    monkeypatch.setattr("time.perf_counter", clock)
+    return clock
+
+
+async def test_a_whole_answer_is_timed_and_counted(clock: Clock) -> None:
+    def may_write(num_pieces: int) -> bool:
+        """Let an eighth of a second pass when the client has all pieces before."""
+        has_all = [len(each.stream.pieces) for each in client.under_way] == [num_pieces]
+        clock.now_s += has_all / 8
+        return has_all
+
     reply = Reply(
-        ("One\n", "two", " three"), first_s=0.2, gap_s=0.1, tokens=9, apar={"decode_steps": 4}
+        ("One\n", "two", " three"), may_write=may_write, tokens=9, apar={"decode_steps": 4}
     )
-    started_s = time.perf_counter()
     with chat_server(lambda body, number: reply) as server:
-        answered = await ask(server.url, key="secret")
+        async with LoadClient(Target(url=server.url, api_key="secret"), timeout_s=60) as client:
+            answered = await client.send(job(), repeat=0, index=3, start_s=60.0, planned_s=0.0)
 
     record = answered.record
     assert answered.text == "One\ntwo three"
     assert (record.error, record.status, record.finish_reason) == (None, 200, "stop")
     assert (record.prompt_tokens, record.text_tokens, record.counted) == (7, 9, True)
     assert record.apar == {"decode_steps": 4}
-    assert [characters for _, characters in record.pieces] == [4, 3, 6]
-    assert record.paragraph_s == record.pieces[0][0]
-    assert 0.2 <= record.pieces[0][0] <= record.pieces[1][0] <= record.pieces[2][0]
-    assert max(0.4, record.pieces[2][0]) <= record.end_s <= time.perf_counter() - started_s
+    assert record.pieces == [(0.125, 4), (0.25, 3), (0.375, 6)]
+    assert (record.sent_s, record.paragraph_s, record.end_s) == (4.0, 0.125, 0.5)
     assert server.keys == ["Bearer secret"]
     assert server.bodies == [{"model": "scripted", "messages": [], "stream": True}]
 
@@ -75,18 +89,28 @@ async def test_without_usage_chunks_are_counted_and_marked() -> None:
         (Reply(ending="cut"), "cut", ""),
         (Reply(ending="unfinished"), "cut", "ended before the answer"),
         (Reply(ending="error"), "stream_error", "the engine died"),
-        (Reply(ending="hang"), "timeout", "0.5 s"),
     ],
 )
-async def test_every_failure_has_its_kind(reply: Reply, error: str, message: str) -> None:
-    timeout_s = 0.5 if error == "timeout" else 60.0
-    started_s = time.perf_counter()
-    with chat_server(lambda body, number: reply) as server:
-        record = (await ask(server.url, timeout_s=timeout_s)).record
+async def test_every_failure_has_its_kind(
+    clock: Clock, reply: Reply, error: str, message: str
+) -> None:
+    def script(body: dict[str, Any], number: int) -> Reply:
+        clock.now_s += 0.25
+        return reply
+
+    with chat_server(script) as server:
+        record = (await ask(server.url)).record
 
     assert record.error == error
     assert message in (record.message or "")
-    assert record.end_s <= time.perf_counter() - started_s < 60
+    assert record.end_s == 0.25
+
+
+async def test_a_server_that_hangs_is_a_timeout() -> None:
+    with chat_server(lambda body, number: Reply(ending="hang")) as server:
+        record = (await ask(server.url, timeout_s=0.5)).record
+
+    assert (record.error, record.message) == ("timeout", "no complete answer within 0.5 s")
 
 
 async def test_a_server_that_is_down_is_a_connection_error() -> None:

@@ -3,17 +3,25 @@
 import asyncio
 import time
 
+import pytest
+
 from cluster.loadtest.watches import ClientWatch
 from tests.unit.cluster.loadtest.load_records import record
 
 
-async def test_an_idle_client_keeps_up() -> None:
+@pytest.mark.usefixtures("simulated_clocks")
+async def test_an_idle_client_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.perf_counter
+    monkeypatch.setattr("time.process_time", lambda: clock() / 4)
     watch = ClientWatch()
     async with watch.watching():
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(3.0)
 
     figures = watch.figures([record(planned_s=0.0, sent_s=0.01)])
-    assert figures.cpu_share < 0.5
+    assert figures.cpu_share == pytest.approx(0.25)
+    assert figures.busiest_cpu_share == pytest.approx(0.25)
+    assert figures.lag_max_s < 1e-6
+    assert figures.warnings == []
     assert figures.late_p99_s == 0.01
 
 

@@ -10,6 +10,8 @@ from deployments.gateway.fair_queue import Account, FairQueue, Ticket
 from deployments.wire.errors import RateLimitError
 from tests.fakes.clock import Clock
 
+pytestmark = pytest.mark.usefixtures("simulated_time")
+
 Enter = asyncio.Task[Ticket]
 
 

@@ -1,6 +1,5 @@
 """Spans of a request inside a replica, from outputs as vLLM's engine makes them."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,20 @@ FORK, CHILD, END = 1, 2, 3
 PARAMETERS = ForkParameters(FORK, (CHILD,), (CHILD,), True, 16, 100, (END,))
 TRACE = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+OUTPUT_S = 1 / 256
+
+
+class Clock:
+    """The monotonic clock; it moves at each output."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+CLOCK = Clock()
 
 
 class FakeRequest:
@@ -66,8 +79,7 @@ class FakeRequest:
 def output(
     thread: str, token_ids: list[int], finish: FinishReason | None = None, **fields: Any
 ) -> EngineCoreOutput:
-    # Makes the timestamps differ.
-    time.sleep(0.002)
+    CLOCK.now_s += OUTPUT_S
     return EngineCoreOutput(thread, token_ids, finish_reason=finish, **fields)
 
 
@@ -87,6 +99,11 @@ def end(span: ReadableSpan) -> int:
 
 def facts(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", CLOCK)
 
 
 @pytest.fixture
@@ -173,14 +190,14 @@ def test_the_span_of_a_thread_has_its_delay_and_preemptions(kept: KeptSpans) -> 
     fake = FakeRequest(kept)
     threads = fake.begin()
     threads.feed(output("r", [FORK, 10]))
-    time.sleep(0.02)
+    CLOCK.now_s += 0.25
     threads.feed(output("r~0", [20], events=[event(EngineCoreEventType.SCHEDULED)]))
     preempted = [event(EngineCoreEventType.PREEMPTED), event(EngineCoreEventType.SCHEDULED)]
     threads.feed(output("r~0", [END], STOP, events=preempted))
     fake.request.close()
 
     child = facts(fake.threads()["root.0"])
-    assert 0.02 <= child[names.THREAD_WAIT_S] < 10
+    assert child[names.THREAD_WAIT_S] == 0.25
     assert child[names.THREAD_PREEMPTIONS] == 1
 
 
@@ -254,6 +271,7 @@ def test_a_disconnect_cuts_the_running_threads(kept: KeptSpans) -> None:
     threads = fake.begin()
     threads.feed(output("r", [FORK, 10]))
     threads.feed(output("r~0", [END], STOP))
+    CLOCK.now_s += 0.25
     fake.request.close()
 
     spans = fake.threads()
@@ -288,7 +306,7 @@ def test_threads_of_a_lost_engine_are_lost(
 def test_a_request_that_is_never_scheduled_waits_until_its_end(kept: KeptSpans) -> None:
     fake = FakeRequest(kept)
     fake.begin()
-    time.sleep(0.002)
+    CLOCK.now_s += 0.25
     fake.request.close()
 
     assert {span.name for span in kept.all()} == {names.ENGINE, names.ENGINE_QUEUE}
