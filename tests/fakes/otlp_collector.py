@@ -23,7 +23,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from deployments.tracing import attributes as names
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @dataclass(frozen=True)

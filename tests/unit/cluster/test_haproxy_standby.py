@@ -15,7 +15,7 @@ import pytest
 from cluster.haproxy_standby import LATEST, STANDBY
 from cluster.local_ray import free_port, write_haproxy_wrapper
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 CONFIGURATION = """
 global
     stats socket {folder}/control.sock mode 666 level admin expose-fd listeners

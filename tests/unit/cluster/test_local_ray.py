@@ -1,5 +1,7 @@
 """Processes and HAProxy's configuration; Ray itself is in the integration tests."""
 
+import csv
+import io
 import json
 import os
 import socket
@@ -13,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 import httpx
 import psutil
@@ -36,7 +39,11 @@ from cluster.local_ray import (
 from tests.fakes.tools import needs
 
 # A process that ignores SIGTERM, started by one that ends at once, so that it is an orphan.
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+# It says when it is ready.
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('ready', flush=True); time.sleep(60)"
+)
 PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}])"
 
 
@@ -48,8 +55,9 @@ def descendants() -> list[psutil.Process]:
 def test_orphans_that_ignore_the_first_signal_are_ended_too() -> None:
     keep = frozenset(child.pid for child in descendants())
     adopt_orphans()
-    subprocess.run([sys.executable, "-c", PARENT], check=True)
-    time.sleep(0.3)
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
     assert [child for child in descendants() if child.pid not in keep]
 
     end_descendants(keep=keep)
@@ -138,32 +146,31 @@ def test_haproxy_sends_a_hung_gateway_nothing_after_three_failed_checks(tmp_path
         text=True,
         check=True,
     ).stdout.strip()
-    port, other = free_port(), free_port()
+    port, told = free_port(), tmp_path / "told"
     config, wrapper = tmp_path / "c.cfg", tmp_path / "haproxy"
     write_haproxy_wrapper(wrapper)
-    with answering(200, "text/plain") as well, ExitStack() as stack:
+    with answering(200, "text/plain") as well, Hanging() as hung, ExitStack() as stack:
+        # A server that is down is not checked again, so that its failed checks can be counted.
         config.write_text(
+            f"global\n    stats socket {told}\n"
             "defaults\n    mode http\n    timeout connect 5s\n    timeout client 60s\n"
             "    timeout server 60s\n"
             f"frontend http_frontend\n    bind 127.0.0.1:{port}\n"
             "    default_backend default_backend\nbackend default_backend\n"
             f"    balance roundrobin\n    option httpchk GET /\n    {checks}\n"
-            f"    server one 127.0.0.1:{other}\n    server two {well}\n"
+            f"    server one {hung.address} downinter 600s\n    server two {well}\n"
         )
-        page = (sys.executable, "-m", "http.server", str(other), "--bind", "127.0.0.1")
-        hung = stack.enter_context(ended(subprocess.Popen(page, cwd=tmp_path)))
         stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
-        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=0.5))
         # A server that has just been added falls at its first failed check.
-        until(lambda: answers_in_a_row(client, 8))
-        time.sleep(4.0)
-        hung.suspend()
-        stopped_s = time.monotonic()
-        # In turns, so that the hung server would be among them.
-        until(lambda: answers_in_a_row(client, 4))
-        noticed_s = time.monotonic() - stopped_s
-        hung.resume()
-    assert 2.0 < noticed_s < 7.0
+        until(lambda: hung.num_answered >= 4)
+        failed_before = int(haproxy_tells(told, "one")["chkfail"])
+        hung.hangs = True
+        until(lambda: haproxy_tells(told, "one")["status"] == "DOWN")
+        failed = int(haproxy_tells(told, "one")["chkfail"]) - failed_before
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            # In turns, so that the hung server would be among them.
+            assert answers_in_a_row(client, 4)
+    assert failed == 3
 
 
 @pytest.mark.parametrize("body_timeout_s", [1e-6, 1e12, float("inf")])
@@ -218,7 +225,8 @@ def test_a_request_that_a_dying_gateway_has_not_answered_goes_to_another(tmp_pat
         threads = stack.enter_context(ThreadPoolExecutor(8))
         # httpx sends the body in a packet of its own.
         answers = [threads.submit(client.post, "/", content=b"x" * 300) for _ in range(8)]
-        time.sleep(1.0)
+        # In turns: the other half is with the hung one.
+        until(lambda: sum(answer.done() for answer in answers) >= 4)
         assert not all(answer.done() for answer in answers)
 
         hung.kill()
@@ -255,6 +263,46 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
         process.wait()
 
 
+class Hanging:
+    """A server that gives no answers while it `hangs`."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.num_answered = 0
+        self._ended = threading.Event()
+        hanging = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if hanging.hangs:
+                    hanging._ended.wait()
+                    return
+                hanging.num_answered += 1
+                self.send_response(200)
+                self.end_headers()
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def haproxy_tells(path: Path, server: str) -> dict[str, str]:
+    """Return what HAProxy tells about a server through its socket."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(path))
+        asking.sendall(b"show stat\n")
+        said = asking.makefile().read().removeprefix("# ")
+    return next(row for row in csv.DictReader(io.StringIO(said)) if row["svname"] == server)
+
+
 def answers_in_a_row(client: httpx.Client, number: int) -> bool:
     """Return whether so many requests after each other are answered in time."""
     try:
@@ -264,7 +312,7 @@ def answers_in_a_row(client: httpx.Client, number: int) -> bool:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
