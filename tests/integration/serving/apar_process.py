@@ -7,9 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ STOP_S = 120.0
 LOOK_S = 60.0
 LOG_S = 60.0
 REQUEST_S = 120.0
+WORKING_S = 0.004
 ENGINE = "VLLM::EngineCore"
 REPLICA = "ray::ServeReplica:apar:Replica"
 GATEWAY = "ray::ServeReplica:apar:Gateway"
@@ -183,7 +185,10 @@ class Server:
         question = self.config_path.with_suffix(".ask")
         answer = self.config_path.with_suffix(".loads")
         answer.unlink(missing_ok=True)
-        question.write_text(asked)
+        # The other process must not find a file that is still empty.
+        part = question.with_suffix(".asking")
+        part.write_text(asked)
+        part.replace(question)
         deadline = time.monotonic() + LOOK_S
         while not answer.exists():
             assert time.monotonic() < deadline, self.log.read_text()
@@ -248,6 +253,51 @@ class Server:
                     return
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.2)
+
+
+@contextmanager
+def held(processes: list[psutil.Process]) -> Iterator[None]:
+    """Stop processes: while engines are held, no running request ends, however fast the machine.
+
+    A replica gives its engine up after two waits of 25 s (`ENGINE_ANSWER_S`).
+    """
+    with ExitStack() as resumed:
+        for process in processes:
+            process.suspend()
+            resumed.callback(_resume, process)
+        yield
+
+
+def _resume(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.resume()
+
+
+@contextmanager
+def slowed(processes: list[psutil.Process]) -> Iterator[None]:
+    """Let processes work a tenth of the time.
+
+    Between two pieces of a slowed engine's stream there are few tokens, on a fast machine too.
+    """
+    ended = threading.Event()
+
+    def slow() -> None:
+        while not ended.wait(WORKING_S):
+            with suppress(psutil.NoSuchProcess), held([each for each in processes if alive(each)]):
+                ended.wait(9 * WORKING_S)
+
+    executor = threading.Thread(target=slow)
+    executor.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        executor.join()
+
+
+def alive(process: psutil.Process) -> bool:
+    """Return whether a process runs."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def _lines(file: Path) -> list[str]:

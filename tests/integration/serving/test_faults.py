@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.fakes.rogue_peer import RoguePeer
-from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA, Server
+from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA, Server, held
 
 pytestmark = pytest.mark.cluster
 BODY: dict[str, Any] = {
@@ -147,6 +147,7 @@ async def test_a_killed_gateway_ends_its_requests_and_its_successor_serves_the_n
     server: Server,
 ) -> None:
     (victim,) = server.processes(GATEWAY)
+    engines = server.processes(ENGINE)
     body = BODY | {"max_tokens": 1900}
     begun = asyncio.Semaphore(0)
     async with server.async_client(timeout_s=RECOVERY_S) as client:
@@ -158,9 +159,10 @@ async def test_a_killed_gateway_ends_its_requests_and_its_successor_serves_the_n
         for _ in streams:
             await begun.acquire()
         await asyncio.to_thread(wait_for_threads, server, len(streams) + len(wholes))
-        victim.kill()
-        async with asyncio.timeout(CLOSED_WITHIN_S):
-            texts = await asyncio.gather(*streams, return_exceptions=True)
+        with held(engines):
+            victim.kill()
+            async with asyncio.timeout(CLOSED_WITHIN_S):
+                texts = await asyncio.gather(*streams, return_exceptions=True)
         answers = await asyncio.gather(*wholes, return_exceptions=True)
         after = await asyncio.to_thread(server.wait_until_idle)
         await wait_until_served(client)

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.serving.apar_process import Server
+from tests.integration.serving.apar_process import ENGINE, Server, held
 from tests.integration.serving.serve_and_look import SHOWN
 from tests.integration.serving.shared_server import (
     KEYS,
@@ -194,10 +194,12 @@ def test_no_key_finds_another_keys_prompts_in_the_cache(server: Server) -> None:
 def test_a_rollout_replaces_keys_and_lets_streams_of_old_ones_end(
     shared: SharedServer, server: Server
 ) -> None:
+    engines = server.processes(ENGINE)
     stream = ask(server.openai("other"), max_tokens=800, stream=True)
     next(iter(stream))
 
-    said = shared.roll_out(MODEL, keys=(*KEYS[:1], key("new", requests_per_minute=1)))
+    with held(engines):
+        said = shared.roll_out(MODEL, keys=(*KEYS[:1], key("new", requests_per_minute=1)))
     wait_for_a_new_minute()
     ask(server.openai("new"), extra_headers={"x-request-id": "rolled-out"})
     with pytest.raises(openai.AuthenticationError):

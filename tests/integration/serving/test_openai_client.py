@@ -1,12 +1,13 @@
 """OpenAI's unmodified client and a running server."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from tests.integration.serving.apar_process import ENGINE, Server
+from cluster.metrics import catalogue
+from tests.integration.serving.apar_process import ENGINE, Server, held
+from tests.integration.serving.metrics_reading import metrics_url, read_when
 
 pytestmark = pytest.mark.cluster
 MODEL = "apar-tiny"
@@ -136,24 +137,30 @@ def test_concurrent_answers_have_as_many_alternatives_as_each_asked_for(
     server: Server, client: openai.OpenAI
 ) -> None:
     def ask(order: int, num_alternatives: int) -> openai.types.chat.ChatCompletion:
-        time.sleep(0.15 * order)  # So that they share some steps of the engine and not others.
         return client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": PROMPT}],
             temperature=0,
-            max_tokens=200,
+            # They share some steps of the engine and not others.
+            max_tokens=40 * (order + 1),
             logprobs=True,
             top_logprobs=num_alternatives,
             timeout=120,
         )
 
-    engines = [process.pid for process in server.processes(ENGINE)]
+    engines = server.processes(ENGINE)
     numbers = (1, 5, 0, 2, 5)
     with ThreadPoolExecutor(len(numbers)) as executor:
-        answers = list(executor.map(ask, range(len(numbers)), numbers))
+        with held(engines):
+            asked = executor.map(ask, range(len(numbers)), numbers)
+            read_when(
+                metrics_url(server),
+                lambda page: page.total(catalogue.REQUESTS_RUNNING) == len(numbers),
+            )
+        answers = list(asked)
 
     # A lost engine would be replaced, and its requests answered by the next one.
-    assert [process.pid for process in server.processes(ENGINE)] == engines
+    assert server.processes(ENGINE) == engines
     for number, answer in zip(numbers, answers, strict=True):
         tokens = answer.choices[0].logprobs
         assert tokens is not None
