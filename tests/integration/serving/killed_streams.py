@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import httpx
 import psutil
 
 from tests.fakes.tagged_streams import TaggedReader
-from tests.integration.serving.apar_process import ENGINE, Server, authorization
+from tests.integration.serving.apar_process import ENGINE, Server, authorization, slowed
 
 PROMPT = "Give me 5 tips for sleeping well."
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,7 +119,10 @@ def read_stream(
     when: Callable[[Answer], bool] = lambda _: False,
     then: Callable[[], None] | None = None,
 ) -> Answer:
-    """Read a stream to its end; call `then` at the first chunk for which `when` is true."""
+    """Read a stream to its end; call `then` at the first chunk for which `when` is true.
+
+    Until then the engines are slow, so that the answer is not complete before.
+    """
     body = body | {
         "stream": True,
         "temperature": 0,
@@ -127,21 +130,23 @@ def read_stream(
     }
     answer, done = Answer(), False
     headers = authorization() | {"x-request-id": answer.request_id}
-    with httpx.stream(
-        "POST", server.url + path, json=body, headers=headers, timeout=TIMEOUT_S
-    ) as response:
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            if not line:
-                continue
-            assert not done
-            if line == "data: [DONE]":
-                done = True
-                continue
-            answer.take(json.loads(line.removeprefix("data: ")))
-            if then is not None and when(answer):
-                then()
-                then = None
+    with ExitStack() as slow, httpx.Client(timeout=TIMEOUT_S) as client:
+        if then is not None:
+            slow.enter_context(slowed(server.processes(ENGINE)))
+        with client.stream("POST", server.url + path, json=body, headers=headers) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                if not line:
+                    continue
+                assert not done
+                if line == "data: [DONE]":
+                    done = True
+                    continue
+                answer.take(json.loads(line.removeprefix("data: ")))
+                if then is not None and when(answer):
+                    then()
+                    then = None
+                    slow.close()
     assert done
     assert then is None, f"the stream had only {answer.num_texts} pieces of text"
     return answer
@@ -202,6 +207,7 @@ class Victims:
         (victim.parent() if replica else victim).kill()  # type: ignore[union-attr]
 
     def kill_at_work(self, *, replica: bool) -> None:
-        """Kill an engine or its replica once the engine works."""
-        self.wait_for_work()
-        self.kill(replica=replica)
+        """Kill an engine or its replica once the engine works; until then the engines are slow."""
+        with slowed(self._engines):
+            self.wait_for_work()
+            self.kill(replica=replica)

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,18 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.serving.apar_process import TINY, Server, serving
+from tests.integration.serving.apar_process import (
+    ENGINE,
+    TINY,
+    Server,
+    held,
+    serving,
+    slowed,
+)
 from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims, stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-LOG_S = 15.0
+LOG_S = 60.0
 
 
 class Told(Victims):
@@ -28,6 +36,12 @@ class Told(Victims):
         process = self.busiest()
         process.terminate()
         return process
+
+    def end_at_work(self) -> None:
+        """Send it once the engine works; until then the engines are slow."""
+        with slowed(self._engines):
+            self.wait_for_work()
+            self.end()
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +102,12 @@ def test_whole_answer_comes_from_another_replica(server: Server, logs: Path) -> 
     server.wait_for_replicas(2)
     path, body = whole_body("unforked chat")
     expected = httpx.post(server.url + path, json=body, timeout=TIMEOUT_S).json()
-    told = Told(server)
-    timer = threading.Timer(0.3, told.end)
+    ending = threading.Thread(target=Told(server).end_at_work)
 
-    timer.start()
+    ending.start()
     headers = {"x-request-id": "told-whole"}
     answer = httpx.post(server.url + path, json=body, headers=headers, timeout=TIMEOUT_S)
-    timer.join()
+    ending.join()
 
     assert answer.status_code == 200
     assert answer.json()["choices"] == expected["choices"]
@@ -107,8 +120,18 @@ def test_client_that_leaves_pays_for_what_was_generated(server: Server, logs: Pa
     path, body = whole_body("unforked chat")
     headers = {"x-request-id": "left-whole"}
 
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + path, json=body | {"max_tokens": 1900}, headers=headers, timeout=2)
+    working = Told(server)
+    with ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(
+            httpx.post,
+            server.url + path,
+            json=body | {"max_tokens": 1900},
+            headers=headers,
+            timeout=httpx.Timeout(TIMEOUT_S, read=10),
+        )
+        working.wait_for_work()
+        with held(server.processes(ENGINE)), pytest.raises(httpx.ReadTimeout):
+            asked.result()
 
     found = line(logs, "left-whole")
     assert found["cancelled"]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from cluster.config.keys import hash_of
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
-from tests.integration.serving.apar_process import ENGINE, REPLICA, TINY, Server, serving
+from tests.integration.serving.apar_process import ENGINE, REPLICA, TINY, Server, serving, slowed
 from tests.integration.serving.metrics_reading import (
     OURS,
     Page,
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIST_PROMPT = "Give me 3 tips for sleeping well."
 BLOCK_SIZE = 32
-# Runs for seconds, forks nothing, and ends at its last token only.
+# Forks nothing, and ends at its last token only.
 LONG = {"apar": {"enabled": False}, "ignore_eos": True, "max_tokens": 1900}
 KEYS = [
     {"name": "gold", "hash": hash_of("gold"), "metrics_class": "paying"},
@@ -93,8 +93,10 @@ def ask(server: Server, answered: Answered, path: str = CHAT, **fields: Any) -> 
         request["stream_options"] = {"include_usage": True}
     began = time.monotonic()
     answer = httpx.post(server.url + path, json=request, headers=headers(), timeout=60)
-    seconds = time.monotonic() - began
     assert answer.status_code == 200, answer.text
+    # The gateway reads its clock after it has sent the answer, and writes the record then.
+    server.record(answer.headers["x-request-id"])
+    seconds = time.monotonic() - began
     said = answer.json() if not streamed else last_chunk(answer.text)
     answered.take(said, seconds, streamed=streamed)
 
@@ -276,7 +278,12 @@ def test_a_full_server_tells_who_runs_waits_is_refused_and_leaves(
     before = read_at_rest(page_url)
     leave = threading.Event()
 
-    with ThreadPoolExecutor(4) as executor, suspended(server, ENGINE) as suspend:
+    with (
+        ThreadPoolExecutor(4) as executor,
+        suspended(server, ENGINE) as suspend,
+        ExitStack() as slow,
+    ):
+        slow.enter_context(slowed(server.processes(ENGINE)))
         running = [executor.submit(stream_until, leave, server) for _ in range(2)]
         page = read_when(
             page_url,
@@ -288,6 +295,7 @@ def test_a_full_server_tells_who_runs_waits_is_refused_and_leaves(
             ),
         )
         assert page.total(catalogue.KV_CACHE_USAGE) > 0
+        slow.close()
         suspend()  # Now nobody ends before the queue's time is over.
         waiting = executor.submit(status_of_one, server)
         read_when(page_url, lambda page: page.total(catalogue.REQUESTS_QUEUED) == 1)

@@ -16,7 +16,7 @@ from apar_core.offline.evaluation.replay_text import load_text
 from apar_core.tree import tree_statistics
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import read_trace
-from tests.integration.serving.apar_process import TINY, Server, serving
+from tests.integration.serving.apar_process import ENGINE, TINY, Server, serving, slowed
 from tests.integration.serving.killed_streams import Victims
 
 pytestmark = pytest.mark.cluster
@@ -153,13 +153,14 @@ def test_a_replay_continues_where_a_lost_replica_stopped(
     statistics: dict[str, int] = {}
     request_id = uuid.uuid4().hex
 
-    for chunk in streamed(replaying, answer, forked=forked, request_id=request_id):
-        if chunk.choices and chunk.choices[0].delta.content:
-            text += chunk.choices[0].delta.content
-            pieces += 1
-            if pieces == KILL_AFTER:
-                victims.kill(replica=kills_replica)
-        statistics = (chunk.model_extra or {}).get("apar") or statistics
+    with slowed(weightless.processes(ENGINE)):
+        for chunk in streamed(replaying, answer, forked=forked, request_id=request_id):
+            if chunk.choices and chunk.choices[0].delta.content:
+                text += chunk.choices[0].delta.content
+                pieces += 1
+                if pieces == KILL_AFTER:
+                    victims.kill(replica=kills_replica)
+            statistics = (chunk.model_extra or {}).get("apar") or statistics
 
     assert pieces > KILL_AFTER
     assert weightless.record(request_id)["continued"] >= 1

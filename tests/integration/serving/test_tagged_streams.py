@@ -9,7 +9,13 @@ import httpx
 import pytest
 
 from tests.fakes.tagged_streams import TaggedReader, chunks_of, code_blocks
-from tests.integration.serving.apar_process import TOKEN, Server, authorization
+from tests.integration.serving.apar_process import (
+    ENGINE,
+    TOKEN,
+    Server,
+    authorization,
+    slowed,
+)
 
 pytestmark = pytest.mark.cluster
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -45,14 +51,13 @@ def read(received: list[dict[str, Any]]) -> tuple[TaggedReader, dict[int, str]]:
 
 def test_threads_that_write_at_the_same_time_are_seen_at_the_same_time(server: Server) -> None:
     body = {"messages": MESSAGES, "stream_options": {"include_usage": True}}
-    received = list[dict[str, Any]]()
-    # A server that stalls sends what the threads have written meanwhile in one chunk.
-    while len(received) < LEAST_CHUNKS:
+    with slowed(server.processes(ENGINE)):
         received = chunks(server, CHAT, body)
     whole = server.post(
         CHAT, json={"messages": MESSAGES, "temperature": 0, "max_tokens": 400}
     ).json()
 
+    assert len(received) >= LEAST_CHUNKS
     reader, texts = read(received)
     assert reader.text() == texts[0] == whole["choices"][0]["message"]["content"]
     threads = reader.threads[0]
@@ -153,7 +158,7 @@ def test_the_example_of_the_page_runs(server: Server) -> None:
     own = example.replace("http://127.0.0.1:8000", server.url).replace('"none"', repr(TOKEN))
     printed = io.StringIO()
 
-    with contextlib.redirect_stdout(printed):
+    with slowed(server.processes(ENGINE)), contextlib.redirect_stdout(printed):
         exec(compile(own, "docs/streams.md", "exec"), {})
 
     # At least one moment at which three threads wrote.
