@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ STOP_S = 120.0
 LOOK_S = 60.0
 LOG_S = 60.0
 REQUEST_S = 120.0
-WORKING_S = 0.004
+WORKING_S, RESTING_S = 0.003, 0.057
 ENGINE = "VLLM::EngineCore"
 REPLICA = "ray::ServeReplica:apar:Replica"
 GATEWAY = "ray::ServeReplica:apar:Gateway"
@@ -275,17 +275,25 @@ def _resume(process: psutil.Process) -> None:
 
 @contextmanager
 def slowed(processes: list[psutil.Process]) -> Iterator[None]:
-    """Let processes work a tenth of the time.
+    """Let processes work a twentieth of the time.
 
     Between two pieces of a slowed engine's stream there are few tokens, on a fast machine too.
     """
     ended = threading.Event()
 
-    def slow() -> None:
-        while not ended.wait(WORKING_S):
-            with suppress(psutil.NoSuchProcess), held([each for each in processes if alive(each)]):
-                ended.wait(9 * WORKING_S)
+    def every(action: Callable[[psutil.Process], None]) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                action(process)
 
+    def slow() -> None:
+        while not ended.wait(RESTING_S):
+            every(psutil.Process.resume)
+            ended.wait(WORKING_S)
+            every(psutil.Process.suspend)
+        every(psutil.Process.resume)
+
+    every(psutil.Process.suspend)
     executor = threading.Thread(target=slow)
     executor.start()
     try:
@@ -293,11 +301,6 @@ def slowed(processes: list[psutil.Process]) -> Iterator[None]:
     finally:
         ended.set()
         executor.join()
-
-
-def alive(process: psutil.Process) -> bool:
-    """Return whether a process runs."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def _lines(file: Path) -> list[str]:

@@ -18,7 +18,7 @@ KILL_AFTER = {
     "chat": 1,
     "tagged chat": 15,
     "unforked chat": 45,
-    "short chat": 3,
+    "short chat": 1,
     "completion": 12,
     "chat that stops": 3,
 }

@@ -25,6 +25,7 @@ from tests.integration.serving.apar_process import (
     authorization,
     held,
     serving,
+    slowed,
 )
 from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims
 from tests.integration.serving.shared_server import SharedServer, wait_for_a_new_minute
@@ -63,27 +64,30 @@ class Traced:
     def stream(self, request_id: str, after_texts: int = 0, then: Any = None, **fields: Any) -> Any:
         """Return the `apar` object of a stream.
 
-        `then` is called after `after_texts` pieces; if it returns True, the client leaves.
+        `then` is called after `after_texts` pieces; until then the engines are slow, so that the
+        answer is not complete before. If it returns True, the client leaves.
         """
         body = LIST | {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         num_texts, apar = 0, None
-        with httpx.stream(
-            "POST",
-            self.server.url + CHAT,
-            json=body | fields,
-            headers=self.headers(request_id),
-            timeout=TIMEOUT_S,
-        ) as response:
-            assert response.status_code == 200
-            for line in response.iter_lines():
-                if not line or line == "data: [DONE]":
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                assert "error" not in chunk, chunk
-                apar = chunk.get("apar", apar)
-                num_texts += 1
-                if then is not None and num_texts == after_texts and then():
-                    return None
+        with (
+            ExitStack() as slow,
+            httpx.Client(headers=self.headers(request_id), timeout=TIMEOUT_S) as client,
+        ):
+            if then is not None:
+                slow.enter_context(slowed(self.server.processes(ENGINE)))
+            with client.stream("POST", self.server.url + CHAT, json=body | fields) as response:
+                assert response.status_code == 200
+                for line in response.iter_lines():
+                    if not line or line == "data: [DONE]":
+                        continue
+                    chunk = json.loads(line.removeprefix("data: "))
+                    assert "error" not in chunk, chunk
+                    apar = chunk.get("apar", apar)
+                    num_texts += 1
+                    if then is not None and num_texts == after_texts:
+                        slow.close()
+                        if then():
+                            return None
         return apar
 
 
