@@ -8,9 +8,9 @@ import json
 import logging
 import os
 import random
+import secrets
 import shutil
 import socket
-import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from cluster.config.limits import BODY_TIMEOUT_S
 from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 from cluster.config.tls import TlsConfig
 from cluster.metrics.node import PageThread, this_node
+from cluster.private_files import own_folder, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,9 @@ _KILL_S = 5.0
 _STABLE_PORTS = range(20_000, 30_000)
 _OBJECT_STORE_BYTES = 128 * 2**20
 # Ray writes HAProxy's configuration. Without changes, its metrics and status pages would listen on
-# all addresses. With `splice-request`, HAProxy 2.8 misses the disconnect of a client whose body
-# arrived in a separate packet, so the request would run to its end.
+# all addresses, and every account could give HAProxy commands. With `splice-request`, HAProxy 2.8
+# misses the disconnect of a client whose body arrived in a separate packet, so the request would
+# run to its end.
 _HAPROXY_WRAPPER = """#!/bin/sh
 # Correct the configuration that Ray wrote, and run HAProxy.
 config=
@@ -73,6 +75,7 @@ for argument in "$@"; do
 done
 [ -n "$config" ] && sed -i \\
     -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
+    -e 's/^\\( *stats socket .*\\) mode 666 /\\1 mode 600 /' \\
     -e '/^ *option splice-request$/d' \\
     -e 's#^\\( *errorfile 50[234] \\).*#\\1'"$errors"'#' \\
     {tls}-e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
@@ -98,6 +101,11 @@ _TLS = (
     "-e '/^frontend http_frontend/,/^backend /s#^\\( *bind [^ ]*\\) *$#\\1 ssl crt {pem} "
     "alpn http/1.1 ssl-min-ver TLSv1.2#' \\\n    "
 )
+# In the private folder of a server. Ray gives everybody access to `_RAY`.
+_RAY = "ray"
+_TEMPORARY = "tmp"
+_TOKEN = "auth_token"
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _CONTROL_SOCKET = "a.sock"
 _CONTROL_S = 5.0
 # Ray Serve echoes any request id; without one it generates a valid one.
@@ -183,7 +191,7 @@ def serve_environment(folder: Path) -> dict[str, str]:
 
     They must be set before `ray.serve` is imported. HAProxy accepts the connections, gateway and
     replicas run in Ray Serve's own event loop, and calls between them use gRPC. `folder` is for
-    HAProxy's files.
+    HAProxy's files: a script, a key and a socket, to which no other user may have access.
     """
     flags = SERVE_FLAGS | HAPROXY_SETTINGS
     return flags | {
@@ -303,24 +311,18 @@ def write_haproxy_wrapper(
     # `str.format` would take the braces of the shell for its own.
     for name, value in values.items():
         wrapper = wrapper.replace(f"{{{name}}}", value)
-    path.write_text(wrapper, encoding="utf-8")
-    # Executable for everybody: in an image it is written by root and run by another user.
-    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    # For everybody: in an image it is written by root and run by another user.
+    replace_file(path, wrapper.encode(), mode=0o755)
 
 
 def _write_error_page(path: Path, start: tuple[str, ...], error: dict[str, Any]) -> None:
     lines = (*start, *_ERROR_HEADERS, "", json.dumps({"error": error}))
-    path.write_bytes("\r\n".join(lines).encode())
+    replace_file(path, "\r\n".join(lines).encode(), mode=0o644)
 
 
 def write_pem(folder: Path, pem: bytes) -> Path:
     """Write a certificate and its key where HAProxy reads them; only the owner can."""
-    path, fresh = folder / "tls.pem", folder / "tls.pem.new"
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(pem)
-    fresh.replace(path)
-    return path
+    return replace_file(folder / "tls.pem", pem)
 
 
 def haproxy_folder() -> Path:
@@ -430,6 +432,34 @@ def _own_ways_of_starting() -> Iterator[None]:
             setattr(Node, name, method)
 
 
+def _private_environment(folder: Path) -> dict[str, str]:
+    """Return settings that keep the files of libraries from other users.
+
+    `folder` gets temporary files, such as the sockets between the processes of an engine, and the
+    token of this cluster. Ray itself would write one to the home that everybody can read.
+    """
+    temporary = own_folder(folder / _TEMPORARY)
+    token = replace_file(folder / _TOKEN, secrets.token_hex(32).encode())
+    settings = {"TMPDIR": str(temporary), "RAY_AUTH_TOKEN_PATH": str(token)}
+    # PyTorch executes what it finds in its cache, by default a folder of `/tmp` with a predictable
+    # name. Without a usable home, each server compiles into its temporary folder.
+    if _COMPILED not in os.environ:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        compiled = Path(home).absolute() / "apar" / "torchinductor"
+        with contextlib.suppress(OSError):
+            compiled.parent.mkdir(parents=True, exist_ok=True)
+            settings[_COMPILED] = str(own_folder(compiled))
+    return settings
+
+
+def _forget_token() -> None:
+    """Let Ray read its token again: each private cluster has another one."""
+    from ray import _raylet
+
+    raylet: Any = _raylet
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
 @contextlib.contextmanager
 def local_ray(
     *,
@@ -444,21 +474,27 @@ def local_ray(
 
     Raises ConfigError if the metrics port is taken, and StartError if Ray does not start, for
     example because another server has taken a port meanwhile. Raises RuntimeError if `ray.serve`
-    was imported without SERVE_FLAGS, which it reads on import; handles would be much slower. The
-    temporary folder has a short path because Ray's socket paths are limited to 107 characters.
+    was imported without SERVE_FLAGS, which it reads on import; handles would be much slower.
+
+    All files lie in one folder that only this user can access. Ray gets a folder in it: it gives
+    everybody all rights to its temporary folder, and the folder above keeps them out. The path is
+    short because Ray's socket paths are limited to 107 characters.
     """
     if "ray.serve" in sys.modules and SERVE_FLAGS.items() - os.environ.items():
         raise RuntimeError("ray.serve was imported before its settings were in the environment")
     port = metrics_port(metrics) if metrics.enabled else None
     outer_environment = dict(os.environ)
     before = frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    # Python keeps what it finds first: the state of this server does not lie in the private folder.
+    tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     adopt_orphans()
     try:
         write_haproxy_wrapper(folder / "haproxy", tls.read_pem(), body_timeout_s=body_timeout_s)
-        os.environ.update(serve_environment(folder))
+        os.environ.update(serve_environment(folder) | _private_environment(folder))
         import ray
 
+        _forget_token()
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             with _own_ways_of_starting():
@@ -471,7 +507,7 @@ def local_ray(
                     logging_level=logging.ERROR,
                     namespace=NAMESPACE,
                     _node_ip_address="127.0.0.1",
-                    _temp_dir=str(folder),
+                    _temp_dir=str(folder / _RAY),
                 )
         except Exception as error:  # Ray has no exception class for this.
             raise StartError(f"Ray did not start: {type(error).__name__}: {error}") from error
@@ -491,4 +527,5 @@ def local_ray(
         end_descendants(keep=before)
         os.environ.clear()
         os.environ.update(outer_environment)
+        _forget_token()
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,6 +16,7 @@ from typing import IO, Any, TextIO
 
 from cluster.config import ClusterConfig
 from cluster.config.logging import LoggingConfig
+from cluster.private_files import own_folder
 
 PATTERN = "*.jsonl"
 _SUBFOLDER = "apar"
@@ -203,6 +205,15 @@ class _LineQueueHandler(logging.Handler):
             self.handleError(record)
 
 
+class _LogFile(RotatingFileHandler):
+    """A log file that only its owner and group can read: lines may contain prompts."""
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        descriptor = os.open(self.baseFilename, flags, 0o640)
+        return TextIOWrapper(os.fdopen(descriptor, "ab"), self.encoding, self.errors)
+
+
 class _LineWriter:
     """Writes queued lines in batches, in an executor of its own.
 
@@ -307,8 +318,12 @@ class ProcessLogs:
 
     def _start(self, config: LoggingConfig) -> _LineWriter:
         folder = log_folder(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = RotatingFileHandler(
+        if config.folder is None:
+            own_folder(folder)
+        else:
+            # Its owner decides who may access a folder that exists.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = _LogFile(
             folder / f"{self._process}-{os.getpid()}.jsonl",
             maxBytes=int(config.max_file_mib * 2**20),
             backupCount=config.keep_files,

@@ -45,6 +45,7 @@ from cluster.metrics.targets import (
     node_targets,
     write_targets,
 )
+from cluster.private_files import own_folder
 
 READY_S = 60.0
 REAP_PERIOD_S = 5.0
@@ -453,11 +454,10 @@ def state_path(port: int) -> Path:
     Raises ConfigError if the folder belongs to somebody else.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(base) / f"apar-serve-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{folder} must belong to this user and be accessible to nobody else")
+    try:
+        folder = own_folder(Path(base) / f"apar-serve-{os.getuid()}")
+    except PermissionError as error:
+        raise ConfigError(str(error)) from error
     return folder / f"{port}.json"
 
 

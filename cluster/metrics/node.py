@@ -24,7 +24,6 @@ import os
 import platform
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,6 +44,7 @@ from prometheus_client.registry import Collector
 
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
+from cluster.private_files import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ def node_folder(session: str, node: str) -> Path:
     A hung disk would stop a process at its next count. `session` and `node` are Ray's names.
     """
     memory = Path("/dev/shm")
-    base = memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    # Not TMPDIR, which differs between the processes of a private cluster and their driver.
+    base = memory if os.access(memory, os.W_OK | os.X_OK) else Path("/tmp")
     return base / f"apar-metrics-{session}-{node}"
 
 
@@ -84,10 +85,11 @@ def open_process(node: Path, name: str, labels: Mapping[str, str]) -> IO[str]:
     """Write all metrics that this process makes from now on to a folder of its own.
 
     `labels` are added to the series that only this process has. The process must keep the returned
-    lock, and its child processes inherit the folder. Raises OSError if the folder exists.
+    lock, and its child processes inherit the folder. Raises OSError if the folder exists, or if
+    another user has created `node`.
     """
-    folder = node / name
-    folder.mkdir(parents=True)
+    folder = own_folder(node) / name
+    folder.mkdir()
     lock = (folder / "lock").open("w", encoding="utf-8")
     fcntl.flock(lock, fcntl.LOCK_EX)
     _write_whole(folder / "process.json", json.dumps(labels))
@@ -387,7 +389,7 @@ class PageThread:
         self._thread.join()
 
     def _run(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        own_folder(self._folder)
         with (self._folder / "lock").open("w", encoding="utf-8") as lock:
             while not self._closed.is_set():
                 with suppress(BlockingIOError):

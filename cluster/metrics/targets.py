@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from cluster.config import ConfigError
+from cluster.private_files import replace_file
 
 JOB = "apar"
 """Job label of our targets, which the rules select."""
@@ -46,7 +47,6 @@ def write_targets(file: Path, targets: list[str]) -> bool:
     text = json.dumps([{"labels": {"job": JOB}, "targets": targets}]) + "\n"
     if file.exists() and file.read_text(encoding="utf-8") == text:
         return False
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
+    # Prometheus may run as another user.
+    replace_file(file, text.encode(), mode=0o644)
     return True

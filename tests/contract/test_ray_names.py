@@ -74,6 +74,21 @@ def test_ray_serve_reads_every_setting_that_we_set() -> None:
     assert [name for name in ours if f'"{name}"' not in constants] == []
 
 
+def test_ray_reads_its_token_from_the_file_that_we_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = RAYLET.AuthenticationTokenLoader.instance()
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    for number in range(2):
+        (tmp_path / f"{number}").write_text(f"token-{number}-of-this-test")
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / f"{number}"))
+        loader.reset_cache()
+
+        assert loader.get_raw_token(ignore_auth_mode=True) == f"token-{number}-of-this-test"
+    monkeypatch.undo()
+    loader.reset_cache()
+
+
 def test_ray_starts_its_processes_through_a_popen_that_we_replace() -> None:
     assert issubclass(services.ConsolePopen, subprocess.Popen)
     assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
@@ -93,6 +108,7 @@ def test_ray_starts_what_we_do_without_through_methods_that_we_replace() -> None
     "line",
     [
         "    bind :{{ config.metrics_port }}",
+        "    stats socket {{ config.socket_path }} mode 666 level admin ",
         "    option splice-request\n",
         "    errorfile 503 {{ config.error_file_path }}\n",
         "\nfrontend http_frontend\n",

@@ -89,7 +89,7 @@ def session_members(leader: int) -> set[int]:
 
 
 def ray_folders(members: set[int]) -> set[Path]:
-    """Return Ray's temporary folders, named in the command lines of its processes."""
+    """Return the private folders of servers, named in the command lines of Ray's processes."""
     lines = " ".join(" ".join(psutil.Process(pid).cmdline()) for pid in members)
     return {Path(name) for name in re.findall(r"/tmp/apar-\w+", lines)}
 
@@ -98,7 +98,7 @@ def keep_ray_logs(leader: int) -> None:
     """Copy the logs of a server's Ray to `out/ray-logs`, for whoever asks why a test failed."""
     with suppress(OSError, shutil.Error, psutil.Error):
         for folder in ray_folders(session_members(leader)):
-            logs = folder / "session_latest" / "logs"
+            logs = folder / "ray" / "session_latest" / "logs"
             shutil.copytree(logs, Path("out") / "ray-logs" / folder.name, dirs_exist_ok=True)
 
 

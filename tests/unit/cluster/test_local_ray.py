@@ -82,6 +82,7 @@ def test_only_adopted_zombies_are_reaped() -> None:
 def test_the_wrapper_corrects_haproxys_configuration(tmp_path: Path) -> None:
     config, wrapper = tmp_path / "c.cfg", tmp_path / "haproxy"
     config.write_text(
+        "    stats socket /a/a.sock mode 666 level admin expose-fd listeners\n"
         "    option splice-request\n    option splice-response\n"
         "    bind :9101\n    bind *:8404\n    bind 10.0.0.1:8000\n"
     )
@@ -91,6 +92,7 @@ def test_the_wrapper_corrects_haproxys_configuration(tmp_path: Path) -> None:
     subprocess.run([str(wrapper), "-c", "-f", str(config)], capture_output=True, check=False)
 
     assert config.read_text() == (
+        "    stats socket /a/a.sock mode 600 level admin expose-fd listeners\n"
         "    option splice-response\n"
         "    bind 127.0.0.1:9101\n    bind 127.0.0.1:8404\n    bind 10.0.0.1:8000\n"
     )
