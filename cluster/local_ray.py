@@ -21,6 +21,7 @@ import psutil
 
 from cluster import haproxy_standby
 from cluster.config import ConfigError, StartError
+from cluster.config.connections import ConnectionsConfig
 from cluster.config.limits import BODY_TIMEOUT_S
 from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 from cluster.config.tls import TlsConfig
@@ -50,6 +51,7 @@ SERVE_FLAGS = APPLICATION_FLAGS | {
 
 _NO_METRICS = MetricsConfig(enabled=False)
 _NO_TLS = TlsConfig()
+_CONNECTIONS = ConnectionsConfig()
 _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 3.0
 _KILL_S = 5.0
@@ -60,7 +62,8 @@ _OBJECT_STORE_BYTES = 128 * 2**20
 # Ray writes HAProxy's configuration. Without changes, its metrics and status pages would listen on
 # all addresses, and every account could give HAProxy commands. With `splice-request`, HAProxy 2.8
 # misses the disconnect of a client whose body arrived in a separate packet, so the request would
-# run to its end.
+# run to its end. Ray sets no timeout for requests that do not arrive, so that idle connections
+# would take all places. HAProxy needs two files for each, and four pipes for eight of them.
 _HAPROXY_WRAPPER = """#!/bin/sh
 # Correct the configuration that Ray wrote, and run HAProxy.
 config=
@@ -73,14 +76,24 @@ for argument in "$@"; do
     [ "$argument" = "-c" ] && check=1
     previous=$argument
 done
-[ -n "$config" ] && sed -i \\
+files=$(ulimit -Hn)
+open=${RAY_SERVE_HAPROXY_MAXCONN:-{max_open}}
+if [ "$files" != unlimited ] && [ $(((files - 200) * 2 / 5 - {reserved})) -lt "$open" ]; then
+    open=$(((files - 200) * 2 / 5 - {reserved}))
+fi
+source=${APAR_HAPROXY_MAX_PER_SOURCE:-{max_per_source}}
+if [ -n "$config" ] && ! grep -q '^    # Corrected\\.$' "$config"; then
+    sed -i \\
     -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
+    -e '/^global/,/^defaults/s/^\\( *maxconn \\)[0-9]*$/\\1'$((open + {reserved}))'/' \\
     -e 's/^\\( *stats socket .*\\) mode 666 /\\1 mode 600 /' \\
     -e '/^ *option splice-request$/d' \\
     -e 's#^\\( *errorfile 50[234] \\).*#\\1'"$errors"'#' \\
     {tls}-e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
+    -e '/^frontend http_frontend/a\\    # Corrected.\\n    maxconn '"$open"'\\n    {connections}' \\
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}\\n    {json_errors}' \\
     -e '/^frontend http_frontend/a\\    {keep_body}\\n    errorfile 408 '"$late" "$config"
+{probes}fi
 if [ -n "$config" ] && [ -z "$check" ] && [ -n "$APAR_HAPROXY_STANDBY" ]; then
     folder=$(dirname "$config")
     # Wakes up if this HAProxy is killed. Not its child, which it would not wait for.
@@ -101,6 +114,33 @@ _TLS = (
     "-e '/^frontend http_frontend/,/^backend /s#^\\( *bind [^ ]*\\) *$#\\1 ssl crt {pem} "
     "alpn http/1.1 ssl-min-ver TLSv1.2#' \\\n    "
 )
+# Connections that are not counted as clients': of probes, and to HAProxy's own pages.
+_RESERVED = 100
+_CLIENTS = r"""option http-ignore-probes
+    timeout http-request {header_ms}ms
+    timeout http-keep-alive {idle_ms}ms
+    stick-table type ipv6 size 200k expire 1m store conn_cur
+    tcp-request connection track-sc0 src,ipmask(32,64){exempt}
+    tcp-request connection reject if { sc0_conn_cur gt '"$source"' }""".replace("\n", r"\n")
+# Health checks, at the same address, to the backend of the application if there is one.
+_PROBES = """\
+    section='/^frontend http_frontend/,/^backend /'
+    address=$(sed -n "$section"'s/^ *bind \\(.*\\):[0-9]*.*/\\1/p' "$config")
+    backend=$(sed -n "$section"'s/^ *use_backend \\([^ ]*\\) .*/\\1/p' "$config" | tail -n 1)
+    cat >>"$config" <<END
+frontend probes
+    bind $address:{probe_port}
+    mode http
+    maxconn {num_probes}
+    option http-ignore-probes
+    timeout http-request {header_ms}ms
+    timeout http-keep-alive 1s
+    errorfile 503 $errors
+    http-request deny deny_status 404 unless { path /live /ready /health } or { path_beg /health/ }
+    {json_errors}
+    default_backend ${backend:-default_backend}
+END
+"""
 # In the private folder of a server. Ray gives everybody access to `_RAY`.
 _RAY = "ray"
 _TEMPORARY = "tmp"
@@ -269,7 +309,11 @@ def metrics_port(metrics: MetricsConfig) -> int:
 
 
 def write_haproxy_wrapper(
-    path: Path, pem: bytes | None = None, *, body_timeout_s: float = BODY_TIMEOUT_S
+    path: Path,
+    pem: bytes | None = None,
+    *,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    connections: ConnectionsConfig = _CONNECTIONS,
 ) -> None:
     """Write the script that Ray runs as HAProxy, and its error pages beside it.
 
@@ -295,7 +339,19 @@ def write_haproxy_wrapper(
         },
     )
     tls = "" if pem is None else _TLS.replace("{pem}", str(write_pem(path.parent, pem)))
+    networks = " ".join(str(network) for network in connections.unlimited_sources)
+    # The first ones contain names of later ones.
     values = {
+        "probes": "" if connections.probe_port is None else _PROBES,
+        "connections": _CLIENTS,
+        "exempt": f" unless {{ src {networks} }}" if networks else "",
+        "max_open": str(connections.max_open),
+        "max_per_source": str(connections.max_per_source or "$((open / 4 + 1))"),
+        "header_ms": str(max(1, round(1000 * connections.header_timeout_s))),
+        "idle_ms": str(max(1, round(1000 * connections.idle_timeout_s))),
+        "probe_port": str(connections.probe_port),
+        "num_probes": str(_RESERVED // 2),
+        "reserved": str(_RESERVED),
         "binary": get_haproxy_binary(),
         "python": sys.executable,
         "standby": haproxy_standby.__file__,
@@ -467,6 +523,7 @@ def local_ray(
     metrics: MetricsConfig = _NO_METRICS,
     tls: TlsConfig = _NO_TLS,
     body_timeout_s: float = BODY_TIMEOUT_S,
+    connections: ConnectionsConfig = _CONNECTIONS,
 ) -> Iterator[int | None]:
     """Run a Ray cluster on loopback, without a dashboard; yields the port of its metrics.
 
@@ -490,8 +547,16 @@ def local_ray(
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     adopt_orphans()
     try:
-        write_haproxy_wrapper(folder / "haproxy", tls.read_pem(), body_timeout_s=body_timeout_s)
+        write_haproxy_wrapper(
+            folder / "haproxy",
+            tls.read_pem(),
+            body_timeout_s=body_timeout_s,
+            connections=connections,
+        )
         os.environ.update(serve_environment(folder) | _private_environment(folder))
+        # For nodes of other clusters; here, the configuration file has these settings.
+        for name in ("RAY_SERVE_HAPROXY_MAXCONN", "APAR_HAPROXY_MAX_PER_SOURCE"):
+            os.environ.pop(name, None)
         import ray
 
         _forget_token()

@@ -272,7 +272,8 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, BaseModel) or value in ((), {}):
         return ""
     if isinstance(value, tuple):
-        return "`apar-tiny`"
+        names = ["apar-tiny" if isinstance(item, BaseModel) else str(item) for item in value]
+        return ", ".join(f"`{name}`" for name in names)
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     return f"`{getattr(value, 'value', value)}`"

@@ -140,14 +140,17 @@ def serve(
 
 def _check_address(settings: ClusterConfig) -> None:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
-            ) from error
+    for port in (settings.port, settings.connections.probe_port):
+        if port is None:
+            continue
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((settings.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {settings.host}:{port}: {error.strerror or error}"
+                ) from error
 
 
 def run(
@@ -257,6 +260,7 @@ def _cluster(settings: ClusterConfig) -> Iterator[int | None]:
             metrics=settings.metrics,
             tls=settings.tls,
             body_timeout_s=settings.limits.body_timeout_s,
+            connections=settings.connections,
         ) as port:
             yield port
         return

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.config.connections import ConnectionsConfig
 from cluster.config.cors import CorsConfig
 from cluster.config.files import ConfigError, problems_of, read_yaml
 from cluster.config.key_store import KeyStoreConfig
@@ -96,6 +97,10 @@ class ClusterConfig(BaseModel):
     tls: TlsConfig = Field(
         TlsConfig(), description="HTTPS at `host` and `port`; only without `ray_address`."
     )
+    connections: ConnectionsConfig = Field(
+        ConnectionsConfig(),
+        description="Limits on clients' connections; only without `ray_address`.",
+    )
     cors: CorsConfig = Field(
         CorsConfig(), description="Web pages of other origins that may call the server."
     )
@@ -169,6 +174,17 @@ class ClusterConfig(BaseModel):
                 "tls: on a Ray cluster, the load balancer or the Kubernetes ingress in front of it "
                 "terminates TLS; `certificate` works without `ray_address` only"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_connections(self) -> Self:
+        if self.connections != ConnectionsConfig() and self.ray_address is not None:
+            raise ValueError(
+                "connections: on a Ray cluster, the environment of its nodes configures HAProxy; "
+                "these settings work without `ray_address` only"
+            )
+        if self.connections.probe_port == self.port:
+            raise ValueError(f"connections.probe_port: {self.port} is the `port` of the server")
         return self
 
     @property

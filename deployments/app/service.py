@@ -31,7 +31,7 @@ _POLL_S = 0.1
 # Time for cut requests to send their errors.
 _LAST_WORDS_S = 0.5
 # Settings that only a restart can change.
-_FIXED = ("host", "port", "ray_address", "metrics", "tls")
+_FIXED = ("host", "port", "ray_address", "metrics", "tls", "connections")
 # Settings of a model that change without a restart of its processes.
 _WITHOUT_RESTART = {"replicas", "autoscaling", "max_queued_requests", "max_queue_s"}
 

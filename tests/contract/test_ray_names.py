@@ -109,6 +109,10 @@ def test_ray_starts_what_we_do_without_through_methods_that_we_replace() -> None
     [
         "    bind :{{ config.metrics_port }}",
         "    stats socket {{ config.socket_path }} mode 666 level admin ",
+        "global\n",
+        "    maxconn {{ config.maxconn }}\n",
+        "\ndefaults\n",
+        "    use_backend {{ backend.name or 'unknown' }} if is_",
         "    option splice-request\n",
         "    errorfile 503 {{ config.error_file_path }}\n",
         "\nfrontend http_frontend\n",

@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import psutil
 import pytest
 
 from cluster.config import ClusterConfig, StartError
+from cluster.config.connections import ConnectionsConfig
 from cluster.config.files import SecretError
 from cluster.config.tls import TlsConfig
 from cluster.local_ray import (
@@ -207,6 +208,141 @@ def test_a_late_body_gets_an_openai_error(tmp_path: Path) -> None:
         "param": None,
         "code": "request_timeout",
     }
+
+
+@contextmanager
+def limited(folder: Path, port: int, **connections: Any) -> Iterator[str]:
+    """Run HAProxy with these limits on connections; yields its address."""
+    wrapper, config = folder / "haproxy", folder / "c.cfg"
+    limits = ConnectionsConfig.model_validate(connections)
+    write_haproxy_wrapper(wrapper, connections=limits)
+    with answering(200, "text/plain") as well, ExitStack() as stack:
+        config.write_text("global\n    maxconn 10\n" + retrying(port, f"    server one {well}\n"))
+        stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
+        until(lambda: accepts(port))
+        yield f"http://127.0.0.1:{port}"
+
+
+def silent(stack: ExitStack, port: int, number: int, source: str = "") -> list[socket.socket]:
+    """Open connections and send nothing."""
+    address, own = ("127.0.0.1", port), (source, 0)
+    links = [socket.create_connection(address, source_address=own) for _ in range(number)]
+    return [stack.enter_context(link) for link in links]
+
+
+def is_closed(link: socket.socket) -> bool:
+    """Return whether the other side has closed a connection, without sending anything."""
+    link.settimeout(0.1)
+    try:
+        return link.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_silent_connections_keep_nobody_out_for_longer_than_their_timeout(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        limited(tmp_path, port, max_open=20, header_timeout_s=1.0) as url,
+        ExitStack() as stack,
+        httpx.Client(base_url=url, timeout=20) as client,
+    ):
+        until(lambda: answers_in_a_row(client, 1))
+        idle = silent(stack, port, 40)
+        began_s = time.monotonic()
+
+        assert httpx.get(url, timeout=20).status_code == 200
+
+        assert time.monotonic() - began_s < 10
+        until(lambda: all(is_closed(link) for link in idle))
+        # An idle connection that has been used stays open.
+        assert client.get("/").status_code == 200
+
+
+def test_a_head_that_stops_is_answered_after_its_timeout(tmp_path: Path) -> None:
+    port = free_port()
+    with limited(tmp_path, port, header_timeout_s=0.5), ExitStack() as stack:
+        (slow,) = silent(stack, port, 1)
+
+        slow.sendall(b"GET / HTTP/1.1\r\nhos")
+
+        slow.settimeout(30)
+        assert slow.makefile("rb").read().startswith(b"HTTP/1.1 408 ")
+
+
+def test_connections_without_a_further_request_are_closed(tmp_path: Path) -> None:
+    port = free_port()
+    with limited(tmp_path, port, idle_timeout_s=0.5) as url, ExitStack() as stack:
+        until(lambda: httpx.get(url).status_code == 200)
+        (link,) = silent(stack, port, 1)
+        link.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert b" 200 OK" in link.recv(10_000)
+
+        until(lambda: is_closed(link))
+
+
+def test_one_source_cannot_take_all_connections(tmp_path: Path) -> None:
+    port = free_port()
+    limits = {"max_open": 40, "max_per_source": 5, "unlimited_sources": ["127.0.0.3"]}
+    with limited(tmp_path, port, **limits) as url, ExitStack() as stack:
+        until(lambda: httpx.get(url).status_code == 200)
+
+        first = silent(stack, port, 8, "127.0.0.2")
+        proxy = silent(stack, port, 8, "127.0.0.3")
+
+        until(lambda: sum(is_closed(link) for link in first) == 3)
+        assert not any(is_closed(link) for link in proxy)
+        assert httpx.get(url).status_code == 200
+
+
+def test_probes_are_answered_while_all_connections_are_taken(tmp_path: Path) -> None:
+    port, probe_port = free_port(), free_port()
+    limits = {"max_open": 20, "header_timeout_s": 60.0, "probe_port": probe_port}
+    with limited(tmp_path, port, **limits) as url, ExitStack() as stack:
+        until(lambda: httpx.get(url).status_code == 200)
+        silent(stack, port, 40)
+        with pytest.raises(httpx.TimeoutException):
+            httpx.get(url, timeout=1)
+
+        probes = f"http://127.0.0.1:{probe_port}"
+        statuses = {path: httpx.get(probes + path).status_code for path in ("/live", "/v1/models")}
+
+    assert statuses == {"/live": 200, "/v1/models": 404}
+
+
+def test_the_wrapper_corrects_a_configuration_once_and_within_the_limit_on_files(
+    tmp_path: Path,
+) -> None:
+    wrapper, config = tmp_path / "haproxy", tmp_path / "c.cfg"
+    limits = ConnectionsConfig(max_open=5000, probe_port=free_port())
+    write_haproxy_wrapper(wrapper, connections=limits)
+    config.write_text("global\n    maxconn 10\n" + retrying(free_port(), ""))
+    check = f"ulimit -n 2000; {wrapper} -c -f {config}"
+
+    texts = []
+    for _ in range(2):
+        done = subprocess.run(["sh", "-c", check], capture_output=True, text=True, check=True)
+        texts.append(config.read_text())
+
+    assert "[WARNING]" not in done.stderr
+    assert texts[0] == texts[1]
+    # 25 files for ten connections, and 200 others; 100 connections are kept for probes.
+    assert "global\n    maxconn 720\n" in texts[0]
+    assert "    maxconn 620\n" in texts[0]
+    assert "sc0_conn_cur gt 156 " in texts[0]
+
+
+def test_the_environment_of_a_node_sets_the_limits_on_connections(tmp_path: Path) -> None:
+    wrapper, config = tmp_path / "haproxy", tmp_path / "c.cfg"
+    write_haproxy_wrapper(wrapper)
+    config.write_text(retrying(free_port(), ""))
+    limits = {"RAY_SERVE_HAPROXY_MAXCONN": "300", "APAR_HAPROXY_MAX_PER_SOURCE": "200"}
+
+    subprocess.run([str(wrapper), "-c", "-f", str(config)], env=os.environ | limits, check=True)
+
+    assert "    maxconn 300\n" in config.read_text()
+    assert "sc0_conn_cur gt 200 " in config.read_text()
 
 
 def test_a_request_that_a_dying_gateway_has_not_answered_goes_to_another(tmp_path: Path) -> None:
