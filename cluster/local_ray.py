@@ -488,6 +488,11 @@ def _own_ways_of_starting() -> Iterator[None]:
             setattr(Node, name, method)
 
 
+# Settings for nodes of other clusters. Here, the configuration file limits connections, and Ray
+# always asks for its token: every account can connect to Ray's ports of the loopback interface.
+_OF_OTHER_CLUSTERS = ("RAY_SERVE_HAPROXY_MAXCONN", "APAR_HAPROXY_MAX_PER_SOURCE", "RAY_AUTH_MODE")
+
+
 def _private_environment(folder: Path) -> dict[str, str]:
     """Return settings that keep the files of libraries from other users.
 
@@ -554,8 +559,7 @@ def local_ray(
             connections=connections,
         )
         os.environ.update(serve_environment(folder) | _private_environment(folder))
-        # For nodes of other clusters; here, the configuration file has these settings.
-        for name in ("RAY_SERVE_HAPROXY_MAXCONN", "APAR_HAPROXY_MAX_PER_SOURCE"):
+        for name in _OF_OTHER_CLUSTERS:
             os.environ.pop(name, None)
         import ray
 
@@ -592,5 +596,5 @@ def local_ray(
         end_descendants(keep=before)
         os.environ.clear()
         os.environ.update(outer_environment)
-        _forget_token()
         shutil.rmtree(folder, ignore_errors=True)
+        _forget_token()

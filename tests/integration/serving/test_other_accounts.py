@@ -20,6 +20,9 @@ pytestmark = pytest.mark.cluster
 PUBLIC = ("/dev/null", "/dev/pts", "/dev/tty", "/proc", "/sys")
 
 
+RAY = ("gcs_server", "raylet")
+
+
 def files_in_use(members: set[int]) -> set[Path]:
     """Return the files that processes write, their sockets with a path, and mapped memory."""
     found = set()
@@ -55,6 +58,8 @@ def test_another_account_can_neither_read_nor_replace_a_file_of_the_server(
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
+    # Meant for another cluster; this one asks for its token in any case.
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     certificate, key = new_certificate(tmp_path, "server")
     settings = {
         "logging": {"folder": str(logs), "content": True},
@@ -67,10 +72,12 @@ def test_another_account_can_neither_read_nor_replace_a_file_of_the_server(
         members = session_members(server.process.pid)
         (folder,) = ray_folders(members)
         in_use = files_in_use(members)
+        ray = [each for each in map(psutil.Process, members) if each.name() in RAY]
         ours = {folder / name for name in ("haproxy", "tls.pem", "ray")}
         assert answer.status_code == 200
         assert all(path.exists() for path in ours)
         assert len(in_use) > 10
+        assert [each.environ().get("RAY_AUTH_MODE") for each in ray] == ["token"] * len(RAY)
         assert accessible(ours | in_use | set(logs.iterdir())) == set()
         assert not (home / ".ray").exists()
         # What the attack needed.
