@@ -9,12 +9,13 @@ lengths: the cost is thread steps, and the key's mean answer is charged in advan
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from apar_core.errors import CapacityError
+from deployments.gateway.accounts import Account, Accounts, QueuedKey, Waiter
 from deployments.wire.errors import DeadlineError, QueueTimeoutError, RateLimitError
 
 # Weight of the newest answer in a mean.
@@ -27,69 +28,6 @@ _NUM_ENDS = 64
 _MIN_ENDS = 8
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
-
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """One key in one model's queue.
-
-    `virtual_time` counts tokens divided by `weight`. `max_running` caps the key's running requests
-    here, and `cap` those in all gateways together.
-    `held` is set if the key has been at its cap since `FairQueue._lift` last raised its virtual
-    time. A key has an account for each priority that its requests ask for; `siblings` are all of
-    them, this one included, and share the cap.
-    """
-
-    name: str
-    priority: int = 0
-    weight: float = 1.0
-    max_running: int | None = None
-    cap: int | None = None
-    virtual_time: float = 0.0
-    num_running: int = 0
-    mean_tokens: float = 0.0
-    held: bool = False
-    waiting: "dict[Waiter, None]" = field(default_factory=dict)  # in order of arrival
-    siblings: "list[Account]" = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.siblings.append(self)
-
-    @property
-    def key_running(self) -> int:
-        """Running requests of the key, of all priorities."""
-        return sum(account.num_running for account in self.siblings)
-
-    @property
-    def may_run(self) -> bool:
-        """Whether the key's own cap leaves room for one more request."""
-        return self.max_running is None or self.key_running < self.max_running
-
-    @property
-    def num_startable(self) -> int:
-        """Waiting requests that would run if the replicas had unlimited places."""
-        if self.max_running is None:
-            return len(self.waiting)
-        return min(len(self.waiting), max(0, self.max_running - self.key_running))
-
-    @property
-    def backlog(self) -> tuple[int, float]:
-        """Drop order: the key with the highest value loses requests from a full queue first."""
-        return self.priority, len(self.waiting) / self.weight
-
-    @property
-    def turn(self) -> tuple[int, float, float]:
-        """Service order of keys with waiting requests: class, virtual time, then arrival."""
-        return self.priority, self.virtual_time, next(iter(self.waiting)).since_s
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """A waiting request; `granted` becomes its ticket."""
-
-    account: Account
-    granted: "asyncio.Future[Ticket]"
-    since_s: float
 
 
 class Due(NamedTuple):
@@ -144,7 +82,7 @@ class Ticket:
         self._queue = queue
         self._account = account
         # The key's weight may change meanwhile; a refund uses the weight of the charge.
-        self._weight = account.weight
+        self._weight = account.key.weight
         self.queued_s = queued_s
         self.num_tokens = 0
         # Without this advance, a burst would take every free place before any token is charged.
@@ -216,12 +154,7 @@ class FairQueue:
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._clock = clock
-        self._running = 0
-        self._num_waiting = 0
-        # Only accounts with waiting requests; the gateway keeps the accounts of all keys.
-        self._backlogged: dict[Account, None] = {}
-        # By class, because virtual times of different classes are unrelated.
-        self._last_started: dict[int, Account] = {}
+        self._accounts = Accounts()
         self._mean_tokens = 0.0
         self.heard_s = float("-inf")
         """When the last tokens were charged, by the clock."""
@@ -241,16 +174,26 @@ class FairQueue:
     @property
     def has_room(self) -> bool:
         """Whether fewer requests run than may."""
-        return self._running < self._capacity
+        return self._accounts.num_running < self._capacity
 
     @property
     def state(self) -> QueueState:
         """The current state."""
-        waiting: Counter[str] = Counter()
-        for account in self._backlogged:
-            waiting[account.name] += len(account.waiting)
-        num_startable = sum(account.num_startable for account in self._backlogged)
-        return QueueState(self._running, dict(waiting), num_startable)
+        waiting = {key.name: key.num_waiting for key in self._accounts.backlogged}
+        num_startable = sum(key.num_startable for key in self._accounts.backlogged)
+        return QueueState(self._accounts.num_running, waiting, num_startable)
+
+    @property
+    def keys(self) -> Iterable[QueuedKey]:
+        """The keys that have requests here, or have had some in a class that is still busy."""
+        return self._accounts.keys.values()
+
+    def account_of(self, name: str, priority: int = 0) -> Account:
+        """Return the account of a key and priority, for a request that enters at once.
+
+        Accounts are forgotten when they matter no more, so the caller must not keep it.
+        """
+        return self._accounts.of(name, priority)
 
     async def enter(
         self, account: Account, due: Due | None = None, max_wait_s: float | None = None
@@ -262,14 +205,23 @@ class FairQueue:
         request is not out of the queue when it is `due`, or will certainly not be. Cancelling
         leaves the queue.
         """
+        try:
+            return await self._admitted(account, due, max_wait_s)
+        except BaseException:
+            self._accounts.forget_idle(account.priority)
+            raise
+
+    async def _admitted(
+        self, account: Account, due: Due | None, max_wait_s: float | None
+    ) -> Ticket:
         if due is not None and due.left_s <= 0:
             raise self._late(account, due.option, "it had passed when the request arrived here")
-        if account in self._backlogged:
+        if account.waiting:
             self._grant()  # The key's cap may have been raised.
-        if account not in self._backlogged:
+        if not account.waiting:
             self._lift(account, keeps_credit=account.num_running > 0)
             # This overtakes nobody: while there is room, all waiting keys are at their caps.
-            if self._running < self._capacity and account.may_run:
+            if self.has_room and account.key.may_run:
                 return self._start(account, queued_s=0.0)
         if due is not None:
             self._check_wait(account, due)
@@ -284,9 +236,7 @@ class FairQueue:
         These are the key's own, and those of more urgent keys. Which others go first depends on
         what the keys use meanwhile.
         """
-        num_ahead = len(account.waiting) + sum(
-            len(other.waiting) for other in self._backlogged if other.priority < account.priority
-        )
+        num_ahead = len(account.waiting) + self._accounts.num_more_urgent(account.priority)
         wait_s = self._drain.wait_s(num_ahead + 1)
         if wait_s > due.left_s:
             raise self._late(
@@ -305,28 +255,23 @@ class FairQueue:
         """
         # Not keys at their caps: they fall behind constantly, and a new key that started at their
         # level would starve others.
+        peers, key = account.peers, account.key
         rivals = [
             other
-            for other in self._backlogged
-            if other.may_run
-            and not other.held
-            and other.priority == account.priority
-            and other is not account
+            for other in peers.backlogged
+            if other.key.may_run and not other.held and other is not account
         ]
-        if not rivals and account.priority in self._last_started:
-            rivals = [self._last_started[account.priority]]
+        if not rivals and peers.last_started is not None:
+            rivals = [peers.last_started]
         if rivals:
             floor = min(other.virtual_time for other in rivals)
             if keeps_credit:
-                floor -= max(other.mean_tokens / other.weight for other in rivals)
+                floor -= max(other.mean_tokens / other.key.weight for other in rivals)
             account.virtual_time = max(account.virtual_time, floor)
-        account.held = not account.may_run
+        account.lifted_at = key.times_full if key.may_run else None
 
     def _start(self, account: Account, queued_s: float) -> Ticket:
-        self._running += 1
-        account.num_running += 1
-        account.held = account.held or not account.may_run
-        self._last_started[account.priority] = account
+        self._accounts.start(account)
         return Ticket(self, account, queued_s)
 
     def _make_room(self, account: Account) -> None:
@@ -335,14 +280,16 @@ class FairQueue:
         Raises the refusal if that is the account itself. Source: longest queue drop (McKenney,
         "Stochastic fairness queueing", 1990).
         """
-        if self._num_waiting < self._max_waiting:
+        num_waiting = self._accounts.num_waiting
+        if num_waiting < self._max_waiting:
             return
-        fullest = max(self._backlogged, key=lambda other: other.backlog, default=None)
-        own = (account.priority, (len(account.waiting) + 1) / account.weight)
-        if fullest is None or fullest is account or fullest.backlog <= own:
-            raise self._refusal(account, f"and {self._num_waiting} requests wait already")
+        # Of the least urgent class that waits: the others lose nothing to it.
+        fullest = max(self._accounts.least_urgent, key=lambda other: other.backlog, default=None)
+        own = (account.priority, (len(account.waiting) + 1) / account.key.weight)
+        if fullest is None or fullest is account or (fullest.priority, fullest.backlog) <= own:
+            raise self._refusal(account, f"and {num_waiting} requests wait already")
         newest = next(reversed(fullest.waiting))
-        self._forget(newest)
+        self._accounts.stop_waiting(newest)
         if not newest.granted.done():  # Otherwise its client has left.
             newest.granted.set_exception(
                 self._refusal(fullest, "and keys that hold less of the queue go first")
@@ -351,35 +298,35 @@ class FairQueue:
     async def _wait(self, account: Account, due: Due | None, max_wait_s: float) -> Ticket:
         loop = asyncio.get_running_loop()
         waiter = Waiter(account, loop.create_future(), self._clock())
-        account.waiting[waiter] = None
-        self._backlogged[account] = None
-        self._num_waiting += 1
+        self._accounts.wait(waiter)
         if due is not None and due.left_s < max_wait_s:
             timer = loop.call_later(due.left_s, self._pass_deadline, waiter, due)
         else:
             timer = loop.call_later(max_wait_s, self._expire, waiter, max_wait_s)
         try:
-            return await waiter.granted
+            ticket: Ticket = await waiter.granted
         except asyncio.CancelledError:
             granted = waiter.granted
             if waiter in account.waiting:
-                self._forget(waiter)
+                self._accounts.stop_waiting(waiter)
             elif not granted.cancelled() and granted.exception() is None:
                 granted.result().give_up()  # The client left just as its turn came.
             raise
+        else:
+            return ticket
         finally:
             timer.cancel()
 
     def _expire(self, waiter: Waiter, max_wait_s: float) -> None:
         if not waiter.granted.done():
-            self._forget(waiter)
+            self._accounts.stop_waiting(waiter)
             reason = f"and there was no room for this request within {max_wait_s:g} s"
             refusal = self._refusal(waiter.account, reason, QueueTimeoutError)
             waiter.granted.set_exception(refusal)
 
     def _pass_deadline(self, waiter: Waiter, due: Due) -> None:
         if not waiter.granted.done():
-            self._forget(waiter)
+            self._accounts.stop_waiting(waiter)
             reason = f"it passed after {due.left_s:.3g} s in the queue"
             waiter.granted.set_exception(self._late(waiter.account, due.option, reason))
 
@@ -387,16 +334,9 @@ class FairQueue:
         return DeadlineError(
             option,
             reason,
-            retry_after_s=self._drain.time_for(self._num_waiting + 1),
-            key_is_full=not account.may_run,
+            retry_after_s=self._drain.time_for(self._accounts.num_waiting + 1),
+            key_is_full=not account.key.may_run,
         )
-
-    def _forget(self, waiter: Waiter) -> None:
-        account = waiter.account
-        del account.waiting[waiter]
-        self._num_waiting -= 1
-        if not account.waiting:
-            del self._backlogged[account]
 
     def _learn(self, account: Account, num_tokens: int) -> None:
         """Update the mean answer lengths of the key and of all keys.
@@ -412,38 +352,45 @@ class FairQueue:
         return account.mean_tokens or self._mean_tokens or _MIN_TOKENS
 
     def _leave(self, account: Account) -> None:
-        self._running -= 1
-        account.num_running -= 1
+        self._accounts.end(account)
         self._drain.note()
-        if not self._num_waiting:
+        if not self._accounts.num_waiting:
             self._drain.queue_is_empty()
         self._grant()
+        self._accounts.forget_idle(account.priority)
 
     def _grant(self) -> None:
-        """Grant free places, each to the first request of the key whose turn it is."""
-        for account in self._backlogged:
-            if account.held and account.may_run:
-                self._lift(account, keeps_credit=True)
-        while self._running < self._capacity and self._num_waiting:
-            ready = [account for account in self._backlogged if account.may_run]
+        """Grant free places, each to the first request of the account whose turn it is."""
+        for key in self._accounts.backlogged:
+            self._lift_held(key)
+        while self.has_room:
+            ready = [key.first for key in self._accounts.backlogged if key.may_run]
             if not ready:
                 return
             account = min(ready, key=lambda each: each.turn)
             waiter = next(iter(account.waiting))
-            self._forget(waiter)
+            self._accounts.stop_waiting(waiter)
             if not waiter.granted.done():  # Otherwise its client has left.
                 ticket = self._start(account, self._clock() - waiter.since_s)
                 waiter.granted.set_result(ticket)
+            if account.key.num_waiting:
+                self._lift_held(account.key)
+
+    def _lift_held(self, key: QueuedKey) -> None:
+        """Raise the virtual time with which a key competes if it has been at its cap."""
+        if key.may_run and key.first.held:
+            self._lift(key.first, keeps_credit=True)
 
     def _refusal(
         self, account: Account, reason: str, kind: type[CapacityError] = CapacityError
     ) -> CapacityError | RateLimitError:
-        retry_after_s = self._drain.time_for(self._num_waiting + 1)
-        if not account.may_run:
-            cap = account.cap or account.max_running
-            here = "" if cap == account.max_running else ", together with those of other gateways"
+        retry_after_s = self._drain.time_for(self._accounts.num_waiting + 1)
+        key = account.key
+        if not key.may_run:
+            cap = key.cap or key.max_running
+            here = "" if cap == key.max_running else ", together with those of other gateways"
             return RateLimitError(
-                f"Key {account.name} has {account.key_running} running requests{here}, as many as "
+                f"Key {key.name} has {key.num_running} running requests{here}, as many as "
                 f"its `max_threads` of {cap} allows, {reason}; please try again.",
                 kind="threads",
                 retry_after_s=retry_after_s,

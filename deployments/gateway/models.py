@@ -10,8 +10,9 @@ from http import HTTPStatus
 from typing import Any
 
 from apar_core.errors import RequestError
+from deployments.gateway.accounts import QueuedKey
 from deployments.gateway.callers import Caller
-from deployments.gateway.fair_queue import Account, Due, FairQueue, QueueState, Ticket
+from deployments.gateway.fair_queue import Due, FairQueue, QueueState, Ticket
 from deployments.gateway.settings import ServedModel
 from deployments.gateway.shared_places import Need, SharedPlaces
 from deployments.relay.relay import ModelReplicas, ReplicaCalls, whole_answer
@@ -63,8 +64,6 @@ class Model:
         self.descriptions: defaultdict[str, Description] = defaultdict(Description)
         # Unknown until the model's router has seen a request.
         self._num_running: int | None = None
-        # By name of the key and priority.
-        self._accounts: dict[str, dict[int, Account]] = {}
         self._queue = FairQueue(
             capacity=self._capacity,
             max_waiting=settings.max_queued,
@@ -114,19 +113,14 @@ class Model:
         max_wait_s: float | None = None,
     ) -> Ticket:
         """Wait for a place at the replicas. Raises as `FairQueue.enter` does."""
-        accounts = self._accounts.setdefault(caller.name, {})
-        account = accounts.get(priority)
-        if account is None:
-            siblings = next(iter(accounts.values())).siblings if accounts else []
-            account = Account(caller.name, priority, siblings=siblings)
-            accounts[priority] = account
+        account = self._queue.account_of(caller.name, priority)
+        key = account.key
         if caller.key is not None:
-            account.weight = caller.key.weight
+            key.weight = caller.key.weight
             # Each request has at least one thread.
-            for each in account.siblings:
-                each.cap = caller.key.max_threads
-                each.max_running = self._places_of(each)
-        if self._places is not None and not (account.may_run and self._queue.has_room):
+            key.cap = caller.key.max_threads
+            key.max_running = self._places_of(key)
+        if self._places is not None and not (key.may_run and self._queue.has_room):
             # Renewed when this request waits, which it does before the event loop turns.
             self._places.hurry()
         return await self._queue.enter(account, due, max_wait_s)
@@ -140,27 +134,21 @@ class Model:
         """Return what this gateway needs of the places that all gateways share."""
         state, name = self._queue.state, self.settings.deployment
         needs = {name: Need(self._all_places, state.running, state.num_startable)}
-        for accounts in self._accounts.values():
-            account = next(iter(accounts.values()))
-            num_waiting = sum(len(each.waiting) for each in accounts.values())
-            if account.cap is not None and (account.key_running or num_waiting):
-                needs[f"{name}/{account.name}"] = Need(
-                    account.cap, account.key_running, num_waiting
-                )
+        for key in self._queue.keys:
+            if key.cap is not None and (key.num_running or key.num_waiting):
+                needs[f"{name}/{key.name}"] = Need(key.cap, key.num_running, key.num_waiting)
         return needs
 
     def take_places(self) -> None:
         """Apply the present leases, and start what they have room for."""
-        for accounts in self._accounts.values():
-            for account in accounts.values():
-                if account.key_running or account.waiting:
-                    account.max_running = self._places_of(account)
+        for key in self._queue.keys:
+            key.max_running = self._places_of(key)
         self._queue.resize(self._capacity)
 
-    def _places_of(self, account: Account) -> int | None:
-        if self._places is None or account.cap is None:
-            return account.cap
-        return self._places.of(f"{self.settings.deployment}/{account.name}", account.cap)
+    def _places_of(self, key: QueuedKey) -> int | None:
+        if self._places is None or key.cap is None:
+            return key.cap
+        return self._places.of(f"{self.settings.deployment}/{key.name}", key.cap)
 
     def max_threads_of(self, caller: Caller) -> int | None:
         """Return the caller's threads per replica, spread evenly; None without a cap."""

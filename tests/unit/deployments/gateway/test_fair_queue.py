@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from apar_core.errors import CapacityError
-from deployments.gateway.fair_queue import Account, FairQueue, Ticket
+from deployments.gateway.accounts import Account
+from deployments.gateway.fair_queue import FairQueue, Ticket
 from deployments.wire.errors import RateLimitError
 from tests.fakes.clock import Clock
 
@@ -27,6 +28,22 @@ def queue_of(
         max_wait_s=max_wait_s,
         clock=clock or Clock(),
     )
+
+
+def account_of(
+    queue: FairQueue,
+    name: str,
+    priority: int = 0,
+    *,
+    weight: float = 1.0,
+    max_running: int | None = None,
+    **fields: float,
+) -> Account:
+    account = queue.account_of(name, priority)
+    account.key.weight, account.key.max_running = weight, max_running
+    for field, value in fields.items():
+        setattr(account, field, value)
+    return account
 
 
 async def enter(queue: FairQueue, *accounts: Account) -> list[Enter]:
@@ -56,7 +73,7 @@ async def served(queue: FairQueue, tasks: dict[str, Enter], num_tokens: int = 0)
 async def test_a_request_runs_at_once_where_there_is_room() -> None:
     queue = queue_of(capacity=2)
 
-    tasks = await enter(queue, *[Account("a")] * 3)
+    tasks = await enter(queue, *[account_of(queue, "a")] * 3)
 
     assert [task.done() for task in tasks] == [True, True, False]
     assert (queue.state.running, queue.state.waiting) == (2, {"a": 1})
@@ -66,7 +83,8 @@ async def test_a_request_runs_at_once_where_there_is_room() -> None:
 
 
 async def test_requests_of_one_key_are_served_in_order_of_arrival() -> None:
-    queue, key = queue_of(), Account("a")
+    queue = queue_of()
+    key = account_of(queue, "a")
     tasks = dict(zip("1234", await enter(queue, key, key, key, key), strict=True))
 
     order = [await served(queue, tasks, num_tokens=5) for _ in range(4)]
@@ -75,7 +93,8 @@ async def test_requests_of_one_key_are_served_in_order_of_arrival() -> None:
 
 
 async def test_the_key_that_forks_more_gets_fewer_turns() -> None:
-    queue, forking, plain = queue_of(), Account("forking"), Account("plain")
+    queue = queue_of()
+    forking, plain = account_of(queue, "forking"), account_of(queue, "plain")
     keys = {"forking": forking, "plain": plain}
     waiting: dict[str, Enter] = {}
     for name, key in keys.items():
@@ -94,7 +113,8 @@ async def test_the_key_that_forks_more_gets_fewer_turns() -> None:
 
 
 async def test_a_key_of_twice_the_weight_gets_twice_the_tokens() -> None:
-    queue, heavy, light = queue_of(), Account("heavy", weight=2.0), Account("light")
+    queue = queue_of()
+    heavy, light = account_of(queue, "heavy", weight=2.0), account_of(queue, "light")
     tasks = {f"{number}heavy": t for number, t in enumerate(await enter(queue, *[heavy] * 40))}
     tasks |= {f"{number}light": t for number, t in enumerate(await enter(queue, *[light] * 40))}
 
@@ -105,7 +125,10 @@ async def test_a_key_of_twice_the_weight_gets_twice_the_tokens() -> None:
 
 async def test_a_better_priority_class_goes_first() -> None:
     queue = queue_of()
-    urgent, ordinary = Account("urgent", priority=-1, virtual_time=1e9), Account("ordinary")
+    urgent, ordinary = (
+        account_of(queue, "urgent", priority=-1, virtual_time=1e9),
+        account_of(queue, "ordinary"),
+    )
     accounts = [ordinary, ordinary, urgent, urgent]
     tasks = dict(zip("abcd", await enter(queue, *accounts), strict=True))
 
@@ -113,7 +136,8 @@ async def test_a_better_priority_class_goes_first() -> None:
 
 
 async def test_an_idle_key_saves_up_no_credit() -> None:
-    queue, busy, idle = queue_of(), Account("busy"), Account("idle")
+    queue = queue_of()
+    busy, idle = account_of(queue, "busy"), account_of(queue, "idle")
     tasks = {f"busy{n}": task for n, task in enumerate(await enter(queue, *[busy] * 20))}
     for _ in range(5):
         await served(queue, tasks, num_tokens=1000)
@@ -125,19 +149,42 @@ async def test_an_idle_key_saves_up_no_credit() -> None:
 
 
 async def test_a_new_key_starts_at_the_virtual_time_of_an_empty_queue() -> None:
-    queue, first, second = queue_of(), Account("first"), Account("second")
-    (running,) = await enter(queue, first)
+    queue = queue_of(capacity=2)
+    first, second = account_of(queue, "first"), account_of(queue, "second")
+    _, running = await enter(queue, account_of(queue, "other"), first)
     running.result().charge(5000)
     running.result().leave()
 
     (place,) = await enter(queue, second)
     place.result().give_up()
 
-    assert second.virtual_time == 5000
+    # With the token that the running key had been charged in advance.
+    assert second.virtual_time == 5001
+
+
+async def test_debts_are_forgotten_when_a_class_has_no_requests() -> None:
+    queue = queue_of(capacity=2)
+    for task, num_tokens in zip(
+        await enter(queue, account_of(queue, "greedy"), account_of(queue, "modest")),
+        (5000, 10),
+        strict=True,
+    ):
+        task.result().charge(num_tokens)
+        task.result().leave()
+    assert not list(queue.keys)
+
+    queue.resize(1)
+    names = ("running", "greedy", "modest")
+    running, *waiting = await enter(queue, *[account_of(queue, name) for name in names])
+    running.result().leave()
+    await settled()
+
+    assert [task.done() for task in waiting] == [True, False]
 
 
 async def test_tokens_of_running_requests_count_before_they_end() -> None:
-    queue, greedy, modest = queue_of(capacity=2), Account("greedy"), Account("modest")
+    queue = queue_of(capacity=2)
+    greedy, modest = account_of(queue, "greedy"), account_of(queue, "modest")
     running = await enter(queue, greedy, modest)
     waiting = await enter(queue, greedy, modest)
 
@@ -149,7 +196,8 @@ async def test_tokens_of_running_requests_count_before_they_end() -> None:
 
 
 async def test_an_expected_answer_is_charged_in_advance_and_corrected_at_its_end() -> None:
-    queue, key = queue_of(capacity=3), Account("a", mean_tokens=100)
+    queue = queue_of(capacity=3)
+    key = account_of(queue, "a", mean_tokens=100)
     tickets = [task.result() for task in await enter(queue, key, key)]
     assert key.virtual_time == 200
 
@@ -167,7 +215,8 @@ async def test_an_expected_answer_is_charged_in_advance_and_corrected_at_its_end
 
 async def test_a_full_queue_refuses_the_key_that_fills_it_with_a_retry_time() -> None:
     clock = Clock()
-    queue, key = queue_of(max_waiting=2, clock=clock), Account("a")
+    queue = queue_of(max_waiting=2, clock=clock)
+    key = account_of(queue, "a")
     tasks = await enter(queue, *[key] * 3)
     for _ in range(2):  # One request ends every four seconds.
         clock.now_s += 4.0
@@ -181,7 +230,8 @@ async def test_a_full_queue_refuses_the_key_that_fills_it_with_a_retry_time() ->
 
 
 async def test_a_full_queue_drops_the_newest_request_of_the_key_that_fills_it() -> None:
-    queue, flood, other = queue_of(max_waiting=3), Account("flood"), Account("other")
+    queue = queue_of(max_waiting=3)
+    flood, other = account_of(queue, "flood"), account_of(queue, "other")
     tasks = await enter(queue, *[flood] * 4, other)
 
     assert [task.done() for task in tasks] == [True, False, False, True, False]
@@ -192,8 +242,13 @@ async def test_a_full_queue_drops_the_newest_request_of_the_key_that_fills_it() 
 
 
 async def test_a_full_queue_drops_from_the_key_with_most_requests_per_weight() -> None:
-    queue, newcomer = queue_of(max_waiting=7), Account("newcomer")
-    few, most, heavy = Account("few"), Account("most"), Account("heavy", weight=4.0)
+    queue = queue_of(max_waiting=7)
+    newcomer = account_of(queue, "newcomer")
+    few, most, heavy = (
+        account_of(queue, "few"),
+        account_of(queue, "most"),
+        account_of(queue, "heavy", weight=4.0),
+    )
     await enter(queue, *[few] * 2, *[most] * 3, *[heavy] * 3)
 
     await enter(queue, newcomer)
@@ -202,7 +257,8 @@ async def test_a_full_queue_drops_from_the_key_with_most_requests_per_weight() -
 
 
 async def test_a_heavy_key_displaces_a_light_one_that_fills_the_queue() -> None:
-    queue, light, heavy = queue_of(max_waiting=4), Account("light"), Account("heavy", weight=4.0)
+    queue = queue_of(max_waiting=4)
+    light, heavy = account_of(queue, "light"), account_of(queue, "heavy", weight=4.0)
     await enter(queue, *[light] * 5)
 
     await enter(queue, *[heavy] * 3)
@@ -215,7 +271,12 @@ async def test_a_heavy_key_displaces_a_light_one_that_fills_the_queue() -> None:
 
 async def test_a_full_queue_drops_a_worse_class_first() -> None:
     queue = queue_of(max_waiting=1)
-    tasks = await enter(queue, Account("a"), Account("low", priority=1), Account("high"))
+    tasks = await enter(
+        queue,
+        account_of(queue, "a"),
+        account_of(queue, "low", priority=1),
+        account_of(queue, "high"),
+    )
 
     with pytest.raises(CapacityError):
         tasks[1].result()
@@ -224,10 +285,10 @@ async def test_a_full_queue_drops_a_worse_class_first() -> None:
 
 async def test_a_request_that_waits_too_long_is_refused() -> None:
     queue = queue_of(max_wait_s=0.01)
-    (running,) = await enter(queue, Account("a"))
+    (running,) = await enter(queue, account_of(queue, "a"))
 
     with pytest.raises(CapacityError, match=r"within 0\.01 s"):
-        await queue.enter(Account("a"))
+        await queue.enter(account_of(queue, "a"))
 
     assert queue.state.waiting == {}
     running.result().leave()
@@ -235,7 +296,8 @@ async def test_a_request_that_waits_too_long_is_refused() -> None:
 
 
 async def test_a_key_at_its_cap_waits_and_lets_others_pass() -> None:
-    queue, bounded, other = queue_of(capacity=3), Account("b", max_running=1), Account("o")
+    queue = queue_of(capacity=3)
+    bounded, other = account_of(queue, "b", max_running=1), account_of(queue, "o")
 
     tasks = await enter(queue, bounded, bounded, other)
 
@@ -246,17 +308,19 @@ async def test_a_key_at_its_cap_waits_and_lets_others_pass() -> None:
 
 
 async def test_a_raised_cap_admits_waiting_requests() -> None:
-    queue, bounded = queue_of(capacity=4), Account("b", max_running=1)
+    queue = queue_of(capacity=4)
+    bounded = account_of(queue, "b", max_running=1)
     tasks = await enter(queue, bounded, bounded, bounded)
 
-    bounded.max_running = 3
+    bounded.key.max_running = 3
     tasks += await enter(queue, bounded)
 
     assert [task.done() for task in tasks] == [True, True, True, False]
 
 
 async def test_a_client_that_leaves_gives_up_its_turn() -> None:
-    queue, key = queue_of(), Account("a")
+    queue = queue_of()
+    key = account_of(queue, "a")
     running, leaving, last = await enter(queue, key, key, key)
 
     leaving.cancel()
@@ -269,10 +333,11 @@ async def test_a_client_that_leaves_gives_up_its_turn() -> None:
 
 
 async def test_a_client_may_leave_while_it_is_being_refused() -> None:
-    queue, flood = queue_of(max_waiting=2), Account("flood")
+    queue = queue_of(max_waiting=2)
+    flood = account_of(queue, "flood")
     *_, dropped = await enter(queue, flood, flood, flood)
 
-    newcomer = asyncio.create_task(queue.enter(Account("other")))
+    newcomer = asyncio.create_task(queue.enter(account_of(queue, "other")))
     await asyncio.sleep(0)  # The newcomer has dropped flood's newest request.
     dropped.cancel()
     await settled()
@@ -283,7 +348,8 @@ async def test_a_client_may_leave_while_it_is_being_refused() -> None:
 
 
 async def test_a_client_that_leaves_when_its_turn_comes_passes_it_on() -> None:
-    queue, key = queue_of(), Account("a")
+    queue = queue_of()
+    key = account_of(queue, "a")
     running, leaving, last = await enter(queue, key, key, key)
 
     running.result().leave()
@@ -297,7 +363,8 @@ async def test_a_client_that_leaves_when_its_turn_comes_passes_it_on() -> None:
 
 
 async def test_more_capacity_admits_requests_and_less_stops_none() -> None:
-    queue, key = queue_of(capacity=1), Account("a")
+    queue = queue_of(capacity=1)
+    key = account_of(queue, "a")
     tasks = await enter(queue, *[key] * 4)
 
     queue.resize(3)
@@ -313,7 +380,8 @@ async def test_more_capacity_admits_requests_and_less_stops_none() -> None:
 
 
 async def test_new_limits_apply_to_the_next_requests() -> None:
-    queue, key = queue_of(max_waiting=0), Account("a")
+    queue = queue_of(max_waiting=0)
+    key = account_of(queue, "a")
     await enter(queue, key)
 
     queue.configure(capacity=1, max_waiting=1, max_wait_s=0.01)
@@ -325,7 +393,8 @@ async def test_new_limits_apply_to_the_next_requests() -> None:
 async def test_a_ticket_tells_how_long_its_request_waited() -> None:
     clock = Clock()
     clock.now_s = 100.0
-    queue, key = queue_of(clock=clock), Account("a")
+    queue = queue_of(clock=clock)
+    key = account_of(queue, "a")
     first, second = await enter(queue, key, key)
 
     clock.now_s = 102.5
@@ -337,7 +406,9 @@ async def test_a_ticket_tells_how_long_its_request_waited() -> None:
 
 async def test_the_state_counts_waiting_requests_by_key() -> None:
     queue = queue_of()
-    await enter(queue, Account("a"), Account("b"), *[Account("c")] * 2)
+    await enter(
+        queue, account_of(queue, "a"), account_of(queue, "b"), *[account_of(queue, "c")] * 2
+    )
 
     state = queue.state
 
@@ -346,7 +417,8 @@ async def test_the_state_counts_waiting_requests_by_key() -> None:
 
 
 async def test_a_request_of_unknown_cost_keeps_its_advance_charge() -> None:
-    queue, key = queue_of(capacity=2), Account("a", mean_tokens=100)
+    queue = queue_of(capacity=2)
+    key = account_of(queue, "a", mean_tokens=100)
     silent, told = [task.result() for task in await enter(queue, key, key)]
     told.charge(130)
 
@@ -358,7 +430,8 @@ async def test_a_request_of_unknown_cost_keeps_its_advance_charge() -> None:
 
 
 async def test_a_key_without_a_mean_pays_the_mean_of_all_keys_for_unknown_cost() -> None:
-    queue, known, new = queue_of(capacity=2), Account("known"), Account("new", weight=2.0)
+    queue = queue_of(capacity=2)
+    known, new = account_of(queue, "known"), account_of(queue, "new", weight=2.0)
     first, second = [task.result() for task in await enter(queue, known, new)]
     first.charge(80)
     second.charge(20)
@@ -370,7 +443,9 @@ async def test_a_key_without_a_mean_pays_the_mean_of_all_keys_for_unknown_cost()
 
 
 async def test_the_mean_of_all_keys_follows_every_answer() -> None:
-    queue, known, new = queue_of(capacity=3), Account("known"), Account("new")
+    queue = queue_of(capacity=3)
+    known, new = account_of(queue, "known"), account_of(queue, "new")
+    await enter(queue, account_of(queue, "other"))
     for num_tokens in (80, 180):
         (task,) = await enter(queue, known)
         task.result().charge(num_tokens)
@@ -385,7 +460,8 @@ async def test_the_mean_of_all_keys_follows_every_answer() -> None:
 
 
 async def test_a_request_of_unknown_cost_pays_at_least_its_known_tokens() -> None:
-    queue, key = queue_of(), Account("a")
+    queue = queue_of()
+    key = account_of(queue, "a")
     (task,) = await enter(queue, key)
     task.result().charge(20)
 
@@ -396,7 +472,8 @@ async def test_a_request_of_unknown_cost_pays_at_least_its_known_tokens() -> Non
 
 
 async def test_the_first_answer_of_unknown_cost_costs_one_token() -> None:
-    queue, key = queue_of(), Account("a")
+    queue = queue_of()
+    key = account_of(queue, "a")
     (task,) = await enter(queue, key)
 
     task.result().leave(cost_is_known=False)
@@ -405,7 +482,8 @@ async def test_the_first_answer_of_unknown_cost_costs_one_token() -> None:
 
 
 async def test_keys_whose_cost_is_never_known_take_turns() -> None:
-    queue, first, second = queue_of(), Account("a"), Account("b")
+    queue = queue_of()
+    first, second = account_of(queue, "a"), account_of(queue, "b")
     waiting = {"a": await enter(queue, *[first] * 9), "b": await enter(queue, *[second] * 9)}
     turns = ""
     for _ in range(8):
@@ -418,7 +496,8 @@ async def test_keys_whose_cost_is_never_known_take_turns() -> None:
 
 
 async def test_a_request_without_output_costs_one_step_and_leaves_the_mean() -> None:
-    queue, key = queue_of(capacity=9), Account("a", mean_tokens=100, weight=2.0)
+    queue = queue_of(capacity=9)
+    key = account_of(queue, "a", mean_tokens=100, weight=2.0)
 
     for place in await enter(queue, *[key] * 9):
         place.result().leave()
@@ -427,10 +506,11 @@ async def test_a_request_without_output_costs_one_step_and_leaves_the_mean() -> 
 
 
 async def test_a_refund_uses_the_weight_of_the_charge() -> None:
-    queue, key = queue_of(capacity=3), Account("a", mean_tokens=100, weight=0.5)
+    queue = queue_of(capacity=3)
+    key = account_of(queue, "a", mean_tokens=100, weight=0.5)
     unused, short, long = [task.result() for task in await enter(queue, key, key, key)]
 
-    key.weight = 50.0
+    key.key.weight = 50.0
     short.charge(40)
     long.charge(130)
     unused.give_up()
@@ -441,18 +521,22 @@ async def test_a_refund_uses_the_weight_of_the_charge() -> None:
 
 
 async def test_a_new_key_is_charged_the_mean_of_all_keys_in_advance() -> None:
-    queue, known, new = queue_of(capacity=2), Account("known"), Account("new")
-    (first,) = await enter(queue, known)
+    queue = queue_of(capacity=3)
+    known, new = account_of(queue, "known"), account_of(queue, "new")
+    _, first = await enter(queue, account_of(queue, "other"), known)
     first.result().charge(80)
     first.result().leave()
 
     await enter(queue, new)
 
-    assert new.virtual_time == 80 + 80
+    # One token is that of the first request, when no answer was known.
+    assert new.virtual_time == 1 + 80 + 80
 
 
 async def test_tiny_requests_do_not_make_a_burst_cheap() -> None:
-    queue, key = queue_of(), Account("a", mean_tokens=1000)
+    queue = queue_of(capacity=2)
+    key = account_of(queue, "a", mean_tokens=1000)
+    await enter(queue, account_of(queue, "other"))
 
     for num_tokens in [1, 0] * 100:
         [place] = await enter(queue, key)
@@ -464,7 +548,8 @@ async def test_tiny_requests_do_not_make_a_burst_cheap() -> None:
 
 
 async def test_an_unused_place_costs_nothing_and_leaves_the_mean() -> None:
-    queue, key = queue_of(), Account("a", weight=2.0, mean_tokens=100)
+    queue = queue_of()
+    key = account_of(queue, "a", weight=2.0, mean_tokens=100)
     running, leaving = await enter(queue, key, key)
     assert key.virtual_time == 50
 
@@ -478,7 +563,11 @@ async def test_an_unused_place_costs_nothing_and_leaves_the_mean() -> None:
 
 async def test_a_new_key_does_not_start_at_the_level_of_a_key_at_its_cap() -> None:
     queue = queue_of(capacity=2)
-    held, busy, new = Account("held", max_running=1), Account("busy"), Account("new")
+    held, busy, new = (
+        account_of(queue, "held", max_running=1),
+        account_of(queue, "busy"),
+        account_of(queue, "new"),
+    )
     await enter(queue, held, busy, held, busy)
     busy.virtual_time = 10_000
 
@@ -489,7 +578,9 @@ async def test_a_new_key_does_not_start_at_the_level_of_a_key_at_its_cap() -> No
 
 async def test_a_new_key_starts_at_the_level_of_the_waiting_key_that_is_next() -> None:
     queue = queue_of()
-    running, next_key, later, new = [Account(name) for name in ("running", "next", "later", "new")]
+    running, next_key, later, new = [
+        account_of(queue, name) for name in ("running", "next", "later", "new")
+    ]
     await enter(queue, running, next_key, later)
     running.virtual_time, next_key.virtual_time, later.virtual_time = 20_000, 1_000, 5_000
 
@@ -500,8 +591,11 @@ async def test_a_new_key_starts_at_the_level_of_the_waiting_key_that_is_next() -
 
 async def test_a_key_with_a_running_request_keeps_the_credit_of_the_longest_answer() -> None:
     queue = queue_of(capacity=2)
-    light, heavy = Account("light", mean_tokens=300), Account("heavy", weight=3, mean_tokens=600)
-    returning = Account("returning")
+    light, heavy = (
+        account_of(queue, "light", mean_tokens=300),
+        account_of(queue, "heavy", weight=3, mean_tokens=600),
+    )
+    returning = account_of(queue, "returning")
     await enter(queue, returning, light, light, heavy)
     light.virtual_time = heavy.virtual_time = 10_000
 
@@ -513,7 +607,11 @@ async def test_a_key_with_a_running_request_keeps_the_credit_of_the_longest_answ
 
 async def test_a_new_key_starts_at_the_level_of_its_own_class() -> None:
     queue = queue_of()
-    ordinary, urgent, new = Account("ordinary"), Account("urgent", priority=-1), Account("new")
+    ordinary, urgent, new = (
+        account_of(queue, "ordinary"),
+        account_of(queue, "urgent", priority=-1),
+        account_of(queue, "new"),
+    )
     await enter(queue, ordinary, urgent)
     urgent.virtual_time = 10_000
 
@@ -525,12 +623,15 @@ async def test_a_new_key_starts_at_the_level_of_its_own_class() -> None:
 @pytest.mark.parametrize("raised", [True, False])
 async def test_a_key_that_leaves_its_cap_keeps_credit_for_one_answer(raised: bool) -> None:
     queue = queue_of(capacity=2)
-    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    held, busy = (
+        account_of(queue, "held", max_running=1),
+        account_of(queue, "busy", mean_tokens=300),
+    )
     running, *_ = await enter(queue, held, busy, held, busy, busy)
     busy.virtual_time = 10_000
 
     if raised:
-        held.max_running = 2
+        held.key.max_running = 2
         await enter(queue, held)
     else:
         running.result().leave()
@@ -541,12 +642,15 @@ async def test_a_key_that_leaves_its_cap_keeps_credit_for_one_answer(raised: boo
 
 async def test_a_key_that_has_left_its_cap_sets_the_level_of_new_keys_again() -> None:
     queue = queue_of(capacity=2)
-    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    held, busy = (
+        account_of(queue, "held", max_running=1),
+        account_of(queue, "busy", mean_tokens=300),
+    )
     await enter(queue, held, busy, held, busy, busy)
     busy.virtual_time = 10_000
-    held.max_running = 2
+    held.key.max_running = 2
     await enter(queue, held)
-    new = Account("new")
+    new = account_of(queue, "new")
 
     await enter(queue, new)
 
@@ -555,14 +659,17 @@ async def test_a_key_that_has_left_its_cap_sets_the_level_of_new_keys_again() ->
 
 async def test_a_key_that_reaches_its_cap_from_the_queue_saves_up_no_credit() -> None:
     queue = queue_of()
-    held, busy = Account("held", max_running=1), Account("busy", mean_tokens=300)
+    held, busy = (
+        account_of(queue, "held", max_running=1),
+        account_of(queue, "busy", mean_tokens=300),
+    )
     await enter(queue, busy, held, held, busy)
     queue.resize(2)  # The first request of the held key leaves the queue.
     await settled()
     assert held.num_running == 1
     busy.virtual_time = 10_000
 
-    held.max_running = 2
+    held.key.max_running = 2
     queue.resize(2)
 
     assert held.virtual_time == 9_700
@@ -570,7 +677,7 @@ async def test_a_key_that_reaches_its_cap_from_the_queue_saves_up_no_credit() ->
 
 async def test_a_refusal_at_a_keys_own_cap_names_the_key_and_its_cap() -> None:
     queue = queue_of(capacity=5, max_waiting=2, max_wait_s=0.01)
-    held = Account("alice", max_running=1)
+    held = account_of(queue, "alice", max_running=1)
     (running,) = await enter(queue, held)
 
     late = await asyncio.gather(queue.enter(held), return_exceptions=True)
@@ -581,7 +688,7 @@ async def test_a_refusal_at_a_keys_own_cap_names_the_key_and_its_cap() -> None:
     assert isinstance(late[0], RateLimitError)
     assert (late[0].kind, full.value.kind, full.value.retry_after_s) == ("threads", "threads", 1.0)
     queue.resize(1)
-    other = await enter(queue, Account("other"))  # Drops the newest of alice's.
+    other = await enter(queue, account_of(queue, "other"))  # Drops the newest of alice's.
     assert isinstance(tasks[1].exception(), RateLimitError)
     await asyncio.gather(*other, *tasks, return_exceptions=True)
     assert isinstance(other[0].exception(), CapacityError)
@@ -590,18 +697,19 @@ async def test_a_refusal_at_a_keys_own_cap_names_the_key_and_its_cap() -> None:
 
 async def test_startable_requests_are_those_that_more_replicas_could_serve() -> None:
     queue = queue_of(capacity=1)
-    bounded, free = Account("bounded", max_running=2), Account("free")
+    bounded, free = account_of(queue, "bounded", max_running=2), account_of(queue, "free")
 
     await enter(queue, *[bounded] * 5, *[free] * 3)
 
     assert queue.state.waiting == {"bounded": 4, "free": 3}
     assert queue.state.num_startable == 1 + 3
-    bounded.max_running = 1
+    bounded.key.max_running = 1
     assert queue.state.num_startable == 3
 
 
 async def test_a_full_queue_may_drop_a_request_whose_client_is_leaving() -> None:
-    queue, flood, other = queue_of(max_waiting=2), Account("flood"), Account("other")
+    queue = queue_of(max_waiting=2)
+    flood, other = account_of(queue, "flood"), account_of(queue, "other")
     tasks = await enter(queue, *[flood] * 3)
 
     newcomer = asyncio.create_task(queue.enter(other))

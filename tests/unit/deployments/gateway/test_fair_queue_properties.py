@@ -9,10 +9,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from apar_core.errors import CapacityError
-from deployments.gateway.fair_queue import Account, FairQueue, Ticket
+from deployments.gateway.accounts import Account
+from deployments.gateway.fair_queue import FairQueue, Ticket
 from deployments.wire.errors import RateLimitError
+from tests.fakes.clock import Clock
 
 MAX_WAITING = 6
+CAPS = {"d": 1, "e": 2}
+WEIGHTS = {"b": 2.0}
+SENDERS = [("a", 0), ("b", 0), ("c", 1), ("d", 0), ("e", 0), ("e", 1), ("e", 2)]
+"""Keys and the priorities of their requests."""
+
+
+def account_of(queue: FairQueue, name: str, priority: int = 0) -> Account:
+    """The account of a key that has its limits."""
+    account = queue.account_of(name, priority)
+    account.key.max_running = CAPS.get(name)
+    account.key.weight = WEIGHTS.get(name, 1.0)
+    return account
 
 
 @dataclass(eq=False)
@@ -40,12 +54,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.capacity = 2
         self.queue = FairQueue(capacity=2, max_waiting=MAX_WAITING, max_wait_s=3600)
-        self.accounts = [
-            Account("a"),
-            Account("b", weight=2.0),
-            Account("c", priority=1),
-            Account("d", max_running=1),
-        ]
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_arrived = 0
@@ -62,7 +70,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.rest()
         state = self.queue.state
         assert (state.running, state.waiting) == (0, {})
-        assert all(account.num_running == 0 for account in self.accounts)
+        assert not list(self.queue.keys)
         self.loop.close()
 
     def rest(self) -> None:
@@ -78,13 +86,13 @@ class QueueMachine(RuleBasedStateMachine):
                 self.running.append(request)
             elif not request.task.cancelled():
                 error = request.task.exception()
-                assert isinstance(error, CapacityError) or request.account.max_running == 1
+                assert isinstance(error, CapacityError) or request.account.key.name in CAPS
                 assert isinstance(error, CapacityError | RateLimitError)
         self.waiting = still
 
-    @rule(index=st.integers(0, 3))
-    def arrive(self, index: int) -> None:
-        account = self.accounts[index]
+    @rule(sender=st.sampled_from(SENDERS))
+    def arrive(self, sender: tuple[str, int]) -> None:
+        account = account_of(self.queue, *sender)
         task = self.loop.create_task(self.queue.enter(account))
         self.waiting.append(Request(account, self.num_arrived, task))
         self.num_arrived += 1
@@ -113,13 +121,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.rest()
 
     @precondition(lambda self: self.waiting)
-    @rule(index=st.integers(0), accounts=st.integers(0, 3))
-    def leave_and_arrive_in_one_moment(self, index: int, accounts: int) -> None:
+    @rule(index=st.integers(0), sender=st.sampled_from(SENDERS))
+    def leave_and_arrive_in_one_moment(self, index: int, sender: tuple[str, int]) -> None:
         """A full queue may want to drop the very request whose client is leaving."""
         leaving = self.waiting[index % len(self.waiting)].task
         # Before the loop has woken the one that leaves, but after the newcomer's first step.
         self.loop.call_soon(leaving.cancel)
-        self.arrive(accounts)
+        self.arrive(sender)
 
     @precondition(lambda self: self.waiting)
     @rule(index=st.integers(0))
@@ -146,7 +154,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def no_room_stays_empty_while_someone_waits_who_may_run(self) -> None:
         if len(self.running) < self.capacity:
-            assert not [request for request in self.waiting if request.account.may_run]
+            assert not [request for request in self.waiting if request.account.key.may_run]
             assert self.queue.state.num_startable == 0
 
     @invariant()
@@ -156,13 +164,26 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_key_runs_more_than_its_own_bound(self) -> None:
-        assert sum(request.account.name == "d" for request in self.running) <= 1
+        running = [request.account.key.name for request in self.running]
+        assert all(running.count(name) <= cap for name, cap in CAPS.items())
+
+    @invariant()
+    def only_accounts_of_busy_classes_are_kept(self) -> None:
+        live = {request.account.priority for request in self.running + self.waiting}
+        kept = {priority for key in self.queue.keys for priority in key.accounts}
+        assert kept == live
 
     @invariant()
     def within_a_key_none_overtakes_another(self) -> None:
-        for account in self.accounts:
-            waiting = [each.number for each in self.waiting if each.account is account]
-            running = [each.number for each in self.running if each.account is account]
+        for name, priority in SENDERS:
+            waiting, running = (
+                [
+                    each.number
+                    for each in requests
+                    if (each.account.key.name, each.account.priority) == (name, priority)
+                ]
+                for requests in (self.waiting, self.running)
+            )
             assert not waiting or all(number < min(waiting) for number in running)
 
 
@@ -170,12 +191,188 @@ QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=
 TestQueue = QueueMachine.TestCase
 
 
+@dataclass(eq=False)
+class Sent:
+    """A request in `PlainQueue`."""
+
+    name: str
+    priority: int
+    number: int
+    runs: bool = False
+    prepaid: float = 0.0
+
+
+@dataclass
+class Standing:
+    """What `PlainQueue` knows of a key and priority."""
+
+    virtual_time: float = 0.0
+    mean_tokens: float = 0.0
+    held: bool = False
+
+
+class PlainQueue:
+    """The same queue without counters and indexes: it goes through all requests every time."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.requests: list[Sent] = []
+        self.standings: dict[tuple[str, int], Standing] = {}
+        self.last_started: dict[int, Standing] = {}
+        self.mean_tokens = 0.0
+
+    def may_run(self, name: str) -> bool:
+        running = sum(each.runs for each in self.requests if each.name == name)
+        return name not in CAPS or running < CAPS[name]
+
+    def standing(self, request: Sent) -> Standing:
+        return self.standings[request.name, request.priority]
+
+    def of_account(self, name: str, priority: int, *, runs: bool) -> list[Sent]:
+        return [
+            each
+            for each in self.requests
+            if (each.name, each.priority, each.runs) == (name, priority, runs)
+        ]
+
+    def arrive(self, request: Sent) -> None:
+        name, priority = request.name, request.priority
+        self.standings.setdefault((name, priority), Standing())
+        if not self.of_account(name, priority, runs=False):
+            self.lift(request, keeps_credit=bool(self.of_account(name, priority, runs=True)))
+        self.requests.append(request)
+        self.grant()
+
+    def lift(self, request: Sent, *, keeps_credit: bool) -> None:
+        own, priority = self.standing(request), request.priority
+        rivals = {
+            each.name: self.standing(each)
+            for each in self.requests
+            if each.priority == priority and not each.runs and each.name != request.name
+        }
+        rivals = {
+            name: each for name, each in rivals.items() if self.may_run(name) and not each.held
+        }
+        levels = [(each, WEIGHTS.get(name, 1.0)) for name, each in rivals.items()]
+        if not levels and priority in self.last_started:
+            (name,) = {
+                name
+                for (name, _), each in self.standings.items()
+                if each is self.last_started[priority]
+            }
+            levels = [(self.last_started[priority], WEIGHTS.get(name, 1.0))]
+        if levels:
+            floor = min(each.virtual_time for each, _ in levels)
+            if keeps_credit:
+                floor -= max(each.mean_tokens / weight for each, weight in levels)
+            own.virtual_time = max(own.virtual_time, floor)
+        own.held = not self.may_run(request.name)
+
+    def grant(self) -> None:
+        while True:
+            ready: dict[str, Sent] = {}
+            for each in self.requests:
+                best = ready.get(each.name)
+                if not each.runs and (best is None or each.priority < best.priority):
+                    ready[each.name] = each
+            firsts = [each for each in ready.values() if self.may_run(each.name)]
+            for each in firsts:
+                if self.standing(each).held:
+                    self.lift(each, keeps_credit=True)
+            if not firsts or sum(each.runs for each in self.requests) >= self.capacity:
+                return
+            self.start(
+                min(
+                    firsts,
+                    key=lambda each: (
+                        each.priority,
+                        self.standing(each).virtual_time,
+                        each.number,
+                    ),
+                )
+            )
+
+    def start(self, request: Sent) -> None:
+        request.runs = True
+        own = self.standing(request)
+        if not self.may_run(request.name):
+            for (name, _), each in self.standings.items():
+                each.held = each.held or name == request.name
+        self.last_started[request.priority] = own
+        request.prepaid = own.mean_tokens or self.mean_tokens or 1
+        own.virtual_time += request.prepaid / WEIGHTS.get(request.name, 1.0)
+
+    def end(self, request: Sent, num_tokens: int) -> None:
+        own = self.standing(request)
+        cost = max(num_tokens, 1) - request.prepaid
+        own.virtual_time += cost / WEIGHTS.get(request.name, 1.0)
+        if num_tokens:
+            own.mean_tokens = _newer(own.mean_tokens or self.mean_tokens, num_tokens)
+            self.mean_tokens = _newer(self.mean_tokens, num_tokens)
+        self.requests.remove(request)
+        self.grant()
+        if not any(each.priority == request.priority for each in self.requests):
+            self.last_started.pop(request.priority, None)
+            self.standings = {
+                place: each
+                for place, each in self.standings.items()
+                if place[1] != request.priority
+            }
+
+
+def _newer(mean: float, num_tokens: int) -> float:
+    return mean + 0.1 * min(1.0, num_tokens / mean) * (num_tokens - mean) if mean else num_tokens
+
+
+async def compare_with_plain(capacity: int, steps: list[tuple[str, int] | tuple[int, int]]) -> None:
+    """Bring both queues arrivals and ends; after each, the same requests must run."""
+    clock = Clock()
+    queue = FairQueue(capacity=capacity, max_waiting=10**6, max_wait_s=3600, clock=clock)
+    plain = PlainQueue(capacity)
+    tasks: dict[int, asyncio.Task[Ticket]] = {}
+    for number, (what, value) in enumerate(steps):
+        clock.now_s += 1.0
+        running = [each for each in plain.requests if each.runs]
+        if isinstance(what, str):
+            tasks[number] = asyncio.create_task(queue.enter(account_of(queue, what, value)))
+            await asyncio.sleep(0)
+            plain.arrive(Sent(what, value, number))
+        elif running:
+            ending = running[what % len(running)]
+            ticket = tasks.pop(ending.number).result()
+            ticket.charge(value)
+            ticket.leave()
+            plain.end(ending, value)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        started = {number for number, task in tasks.items() if task.done()}
+        assert started == {each.number for each in plain.requests if each.runs}
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    capacity=st.integers(1, 4),
+    steps=st.lists(
+        st.sampled_from(SENDERS) | st.tuples(st.integers(0, 3), st.integers(0, 300)), max_size=80
+    ),
+)
+def test_the_queue_chooses_as_one_that_goes_through_all_requests(
+    capacity: int, steps: list[tuple[str, int] | tuple[int, int]]
+) -> None:
+    asyncio.run(compare_with_plain(capacity, steps))
+
+
 async def backlogged_run(
     capacity: int, num_steps: int, sizes: dict[str, list[int]], weights: dict[str, float]
 ) -> dict[str, float]:
     """Tokens per weight that keys with endless queues got; `sizes` are (repeated) answers."""
     queue = FairQueue(capacity=capacity, max_waiting=10**6, max_wait_s=3600)
-    accounts = {name: Account(name, weight=weights[name]) for name in sizes}
+    accounts = {name: queue.account_of(name) for name in sizes}
+    for name, account in accounts.items():
+        account.key.weight = weights[name]
     got = dict.fromkeys(sizes, 0.0)
     tasks: list[tuple[str, int, asyncio.Task[Ticket]]] = []
     for name, answers in sizes.items():
@@ -226,7 +423,7 @@ async def contended_run(capacity: int, num_steps: int, answers: dict[str, list[i
     one, holds its place for a step.
     """
     queue = FairQueue(capacity=capacity, max_waiting=10**6, max_wait_s=3600)
-    accounts = {name: Account(name) for name in answers}
+    accounts = {name: queue.account_of(name) for name in answers}
     turns = {name: cycle(sizes) for name, sizes in answers.items()}
     # All places can become free twice before the next requests arrive.
     waiting = {

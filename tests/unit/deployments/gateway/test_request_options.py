@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apar_core.errors import RequestError
-from deployments.gateway.fair_queue import Account, Due, FairQueue
+from deployments.gateway.fair_queue import Due, FairQueue
 from deployments.gateway.request_options import RequestOptions, read_options
 from deployments.wire.answer import AnswerEnd, AnswerStart
 from deployments.wire.errors import DeadlineError
@@ -174,7 +174,7 @@ async def test_a_deadline_missed_for_the_keys_own_limit_is_a_429() -> None:
 async def test_a_wait_that_is_certainly_too_long_is_refused_at_once() -> None:
     clock = Clock()
     queue = FairQueue(capacity=1, max_waiting=100, max_wait_s=60, clock=clock)
-    account, urgent = Account("a"), Account("b", priority=-1)
+    account = queue.account_of("a")
     ticket = await queue.enter(account)
     waiting = [asyncio.create_task(queue.enter(account)) for _ in range(13)]
     await asyncio.sleep(0)
@@ -187,6 +187,7 @@ async def test_a_wait_that_is_certainly_too_long_is_refused_at_once() -> None:
         clock.now_s += 1.0
         ticket.leave()
         ticket = await waiting[number]
+    urgent = queue.account_of("b", priority=-1)
     waiting = waiting[10:] + [asyncio.create_task(queue.enter(urgent)) for _ in range(2)]
     await asyncio.sleep(0)
 
@@ -205,6 +206,7 @@ async def test_a_wait_that_is_certainly_too_long_is_refused_at_once() -> None:
     ticket.leave()
     # After an idle hour, nothing is known again.
     clock.now_s += 3600
+    account = queue.account_of("a")
     ticket = await queue.enter(account)
     late = asyncio.create_task(queue.enter(account, Due("deadline_ms", 1.0)))
     await asyncio.sleep(0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.gateway.fair_queue import Account, FairQueue, Ticket
+from deployments.gateway.fair_queue import FairQueue, Ticket
 from deployments.gateway.shared_places import (
     EXPIRY_S,
     TRUST_S,
@@ -225,22 +225,19 @@ async def served_tokens(
     queues = [FairQueue(capacity=4, max_waiting=99, max_wait_s=1e6) for _ in range(2)]
     running: list[tuple[int, str, Ticket]] = []
 
-    async def enter(number: int, account: Account) -> None:
-        running.append((number, account.name, await queues[number].enter(account)))
+    async def enter(number: int, name: str) -> None:
+        account = queues[number].account_of(name)
+        account.key.weight = weights[name]
+        running.append((number, name, await queues[number].enter(account)))
 
     tasks = set()
-    accounts = [
-        (number, Account(name, weight=weights[name]))
-        for name, numbers in waits_at.items()
-        for number in numbers
-    ]
+    asking = [(number, name) for name, numbers in waits_at.items() for number in numbers]
 
-    def ask(number: int, account: Account) -> None:
-        tasks.add(asyncio.create_task(enter(number, account)))
+    def ask(number: int, name: str) -> None:
+        tasks.add(asyncio.create_task(enter(number, name)))
 
-    by_place = {(number, account.name): account for number, account in accounts}
-    for number, account in accounts * 8:
-        ask(number, account)
+    for number, name in asking * 8:
+        ask(number, name)
     await asyncio.sleep(0)
     for _ in range(num_answers):
         number, name, ticket = running.pop(draw.randrange(len(running)))
@@ -248,7 +245,7 @@ async def served_tokens(
         ticket.charge(length)
         tokens[name] += length
         ticket.leave()
-        ask(number, by_place[number, name])
+        ask(number, name)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     for task in tasks:

@@ -1,0 +1,213 @@
+"""The keys in one model's queue: what they run, what waits, and what they have used.
+
+A key has one account for each priority that its requests ask for, and a client may use 2,001 of
+them. So nothing here goes through a key's accounts: counters are kept per key, and only the most
+urgent account with waiting requests can be next. Virtual times compare within a class, the accounts
+of one priority. Once a class has neither running nor waiting requests, all its accounts are
+forgotten, debts included. Source: Goyal et al., "Start-time fair queueing" (1996): virtual time
+begins anew with each busy period.
+"""
+
+import asyncio
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class QueuedKey:
+    """A key in the queue: its limits, and its requests of all priorities.
+
+    `max_running` caps the key's running requests here, and `cap` those in all gateways together.
+    `times_full` counts how often the key has reached `max_running`.
+    """
+
+    name: str
+    weight: float = 1.0
+    max_running: int | None = None
+    cap: int | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+    times_full: int = 0
+    accounts: "dict[int, Account]" = field(default_factory=dict)
+    priorities: list[int] = field(default_factory=list)  # with waiting requests, sorted
+
+    @property
+    def may_run(self) -> bool:
+        """Whether the key's own cap leaves room for one more request."""
+        return self.max_running is None or self.num_running < self.max_running
+
+    @property
+    def num_startable(self) -> int:
+        """Waiting requests that would run if the replicas had unlimited places."""
+        if self.max_running is None:
+            return self.num_waiting
+        return min(self.num_waiting, max(0, self.max_running - self.num_running))
+
+    @property
+    def first(self) -> "Account":
+        """The key's account whose turn it is: its most urgent one with waiting requests."""
+        return self.accounts[self.priorities[0]]
+
+
+@dataclass(slots=True, eq=False)
+class PriorityClass:
+    """The accounts of one priority since it last was idle."""
+
+    priority: int
+    num_running: int = 0
+    num_waiting: int = 0
+    last_started: "Account | None" = None
+    accounts: "list[Account]" = field(default_factory=list)
+    backlogged: "dict[Account, None]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """The requests of one key and priority.
+
+    `virtual_time` counts tokens divided by the key's weight. `lifted_at` is the key's `times_full`
+    when the virtual time was last raised to that of its rivals, None if the key was full then.
+    """
+
+    key: QueuedKey
+    peers: PriorityClass
+    virtual_time: float = 0.0
+    num_running: int = 0
+    mean_tokens: float = 0.0
+    lifted_at: int | None = None
+    waiting: "dict[Waiter, None]" = field(default_factory=dict)  # in order of arrival
+
+    @property
+    def priority(self) -> int:
+        """The priority of all requests of the account."""
+        return self.peers.priority
+
+    @property
+    def held(self) -> bool:
+        """Whether the key has been at its cap since the virtual time was last raised."""
+        return self.lifted_at != self.key.times_full
+
+    @property
+    def backlog(self) -> float:
+        """Drop order: the account with the highest value loses requests from a full queue first."""
+        return len(self.waiting) / self.key.weight
+
+    @property
+    def turn(self) -> tuple[int, float, float]:
+        """Service order of accounts with waiting requests: class, virtual time, then arrival."""
+        return self.priority, self.virtual_time, next(iter(self.waiting)).since_s
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A waiting request; `granted` becomes its ticket."""
+
+    account: Account
+    granted: asyncio.Future[Any]
+    since_s: float
+
+
+class Accounts:
+    """All accounts of a queue whose class is not idle."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self.keys: dict[str, QueuedKey] = {}
+        self.backlogged: dict[QueuedKey, None] = {}
+        """Keys with waiting requests."""
+        self._classes: dict[int, PriorityClass] = {}
+        self._waiting_priorities: list[int] = []  # sorted
+
+    def of(self, name: str, priority: int) -> Account:
+        """Return the account of a key and priority.
+
+        A new one is kept until `forget_idle` finds its class idle.
+        """
+        key = self.keys.get(name)
+        if key is None:
+            key = self.keys[name] = QueuedKey(name)
+        account = key.accounts.get(priority)
+        if account is None:
+            peers = self._classes.get(priority)
+            if peers is None:
+                peers = self._classes[priority] = PriorityClass(priority)
+            account = key.accounts[priority] = Account(key, peers)
+            peers.accounts.append(account)
+        return account
+
+    def start(self, account: Account) -> None:
+        """Count a request that begins to run."""
+        self.num_running += 1
+        account.num_running += 1
+        account.peers.num_running += 1
+        account.peers.last_started = account
+        account.key.num_running += 1
+        if not account.key.may_run:
+            account.key.times_full += 1
+
+    def end(self, account: Account) -> None:
+        """Count a request that has run."""
+        self.num_running -= 1
+        account.num_running -= 1
+        account.peers.num_running -= 1
+        account.key.num_running -= 1
+
+    def wait(self, waiter: Waiter) -> None:
+        """Add a request to those that wait."""
+        account, key, peers = waiter.account, waiter.account.key, waiter.account.peers
+        self.num_waiting += 1
+        if not account.waiting:
+            insort(key.priorities, account.priority)
+            peers.backlogged[account] = None
+        account.waiting[waiter] = None
+        if not key.num_waiting:
+            self.backlogged[key] = None
+        key.num_waiting += 1
+        if not peers.num_waiting:
+            insort(self._waiting_priorities, peers.priority)
+        peers.num_waiting += 1
+
+    def stop_waiting(self, waiter: Waiter) -> None:
+        """Remove a request from those that wait."""
+        account, key, peers = waiter.account, waiter.account.key, waiter.account.peers
+        self.num_waiting -= 1
+        del account.waiting[waiter]
+        if not account.waiting:
+            _remove(key.priorities, account.priority)
+            del peers.backlogged[account]
+        key.num_waiting -= 1
+        if not key.num_waiting:
+            del self.backlogged[key]
+        peers.num_waiting -= 1
+        if not peers.num_waiting:
+            _remove(self._waiting_priorities, peers.priority)
+
+    def forget_idle(self, priority: int) -> None:
+        """Forget the accounts of a class that has neither running nor waiting requests."""
+        peers = self._classes.get(priority)
+        if peers is None or peers.num_running or peers.num_waiting:
+            return
+        del self._classes[priority]
+        for account in peers.accounts:
+            del account.key.accounts[priority]
+            if not account.key.accounts:
+                del self.keys[account.key.name]
+
+    def num_more_urgent(self, priority: int) -> int:
+        """Return the number of waiting requests of more urgent classes."""
+        end = bisect_left(self._waiting_priorities, priority)
+        return sum(self._classes[each].num_waiting for each in self._waiting_priorities[:end])
+
+    @property
+    def least_urgent(self) -> Iterable[Account]:
+        """The accounts with waiting requests of the least urgent class that has any."""
+        if not self._waiting_priorities:
+            return ()
+        return self._classes[self._waiting_priorities[-1]].backlogged
+
+
+def _remove(priorities: list[int], priority: int) -> None:
+    del priorities[bisect_left(priorities, priority)]
