@@ -78,8 +78,8 @@ class KeyConfig(BaseModel):
     )
     weight: PositiveFloat = Field(
         1.0,
-        description="Weight of the key in fair queueing: its share of the thread steps among the "
-        "waiting keys of its priority class.",
+        description="Weight of the key in fair queueing: its share of the thread steps and prompt "
+        "tokens among the waiting keys of its priority class.",
     )
     requests_per_minute: PositiveInt | None = Field(
         None,
@@ -108,8 +108,9 @@ class KeyConfig(BaseModel):
     )
     max_threads: PositiveInt | None = Field(
         None,
-        description="Limit on the key's running threads, and on its running requests, per model; "
-        "further requests wait. By default none.",
+        description="Limit on the key's running threads, and on its running sequences (a request "
+        "has one for each answer to each prompt), per model; further requests wait. A request of "
+        "more sequences gets a 400. By default none.",
     )
     max_prompt_chars: PositiveInt | None = Field(
         None,

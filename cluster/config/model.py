@@ -266,7 +266,9 @@ class ModelConfig(BaseModel):
     )
     max_concurrency: PositiveInt | None = Field(
         None,
-        description="Limit on the running requests of a replica; by default the preset's, else 64.",
+        description="Limit on the running requests of a replica; by default the preset's, else 64. "
+        "A request counts once for each of its sequences, its answers times its prompts. One of "
+        "more sequences than the limit gets a 400.",
     )
     max_queued_requests: NonNegativeInt = Field(
         512, description="Limit on the requests that wait for a replica; one more gets a 503."

@@ -12,15 +12,32 @@ import asyncio
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Size(NamedTuple):
+    """What a request takes: a place for each sequence, and the estimated tokens of its prompts."""
+
+    num_sequences: int = 1
+    prompt_tokens: int = 0
+
+
+def has_room(num_running: int, limit: int, size: Size) -> bool:
+    """Whether a limit on running sequences leaves room for a request.
+
+    A larger request than the limit runs alone: the limit may have fallen while it waited, or be
+    this gateway's part of a limit that all gateways share.
+    """
+    return num_running + size.num_sequences <= limit or (num_running == 0 < limit)
 
 
 @dataclass(slots=True, eq=False)
 class QueuedKey:
     """A key in the queue: its limits, and its requests of all priorities.
 
-    `max_running` caps the key's running requests here, and `cap` those in all gateways together.
-    `times_full` counts how often the key has reached `max_running`.
+    `max_running` caps the key's running sequences here, and `cap` those in all gateways together.
+    `times_full` counts how often the cap has been found to hold back a request. `num_running` and
+    `waiting_sequences` count sequences, `num_waiting` counts requests.
     """
 
     name: str
@@ -29,21 +46,27 @@ class QueuedKey:
     cap: int | None = None
     num_running: int = 0
     num_waiting: int = 0
+    waiting_sequences: int = 0
     times_full: int = 0
     accounts: "dict[int, Account]" = field(default_factory=dict)
     priorities: list[int] = field(default_factory=list)  # with waiting requests, sorted
 
     @property
     def may_run(self) -> bool:
-        """Whether the key's own cap leaves room for one more request."""
-        return self.max_running is None or self.num_running < self.max_running
+        """Whether the key's own cap leaves room for its next request."""
+        return self.has_room(self.first.next.size if self.priorities else Size())
+
+    def has_room(self, size: Size) -> bool:
+        """Whether the key's own cap leaves room for a request."""
+        return self.max_running is None or has_room(self.num_running, self.max_running, size)
 
     @property
     def num_startable(self) -> int:
-        """Waiting requests that would run if the replicas had unlimited places."""
+        """Waiting sequences that would run if the replicas had unlimited places."""
         if self.max_running is None:
-            return self.num_waiting
-        return min(self.num_waiting, max(0, self.max_running - self.num_running))
+            return self.waiting_sequences
+        room = max(0, self.max_running - self.num_running)
+        return min(self.waiting_sequences, room) if self.may_run else 0
 
     @property
     def first(self) -> "Account":
@@ -67,8 +90,10 @@ class PriorityClass:
 class Account:
     """The requests of one key and priority.
 
-    `virtual_time` counts tokens divided by the key's weight. `lifted_at` is the key's `times_full`
-    when the virtual time was last raised to that of its rivals, None if the key was full then.
+    `virtual_time` counts tokens divided by the key's weight. `mean_tokens` is the mean length of
+    an answer's sequences, `mean_prompt` the mean cost of a request's prompts. `lifted_at` is the
+    key's `times_full` when the virtual time was last raised to that of its rivals, None if the key
+    was full then.
     """
 
     key: QueuedKey
@@ -76,6 +101,7 @@ class Account:
     virtual_time: float = 0.0
     num_running: int = 0
     mean_tokens: float = 0.0
+    mean_prompt: float = 0.0
     lifted_at: int | None = None
     waiting: "dict[Waiter, None]" = field(default_factory=dict)  # in order of arrival
 
@@ -95,9 +121,14 @@ class Account:
         return len(self.waiting) / self.key.weight
 
     @property
+    def next(self) -> "Waiter":
+        """The account's first waiting request."""
+        return next(iter(self.waiting))
+
+    @property
     def turn(self) -> tuple[int, float, float]:
         """Service order of accounts with waiting requests: class, virtual time, then arrival."""
-        return self.priority, self.virtual_time, next(iter(self.waiting)).since_s
+        return self.priority, self.virtual_time, self.next.since_s
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +136,7 @@ class Waiter:
     """A waiting request; `granted` becomes its ticket."""
 
     account: Account
+    size: Size
     granted: asyncio.Future[Any]
     since_s: float
 
@@ -114,6 +146,8 @@ class Accounts:
 
     def __init__(self) -> None:
         self.num_running = 0
+        self.num_sequences = 0
+        """Running sequences of all requests."""
         self.num_waiting = 0
         self.keys: dict[str, QueuedKey] = {}
         self.backlogged: dict[QueuedKey, None] = {}
@@ -138,22 +172,23 @@ class Accounts:
             peers.accounts.append(account)
         return account
 
-    def start(self, account: Account) -> None:
+    def start(self, account: Account, size: Size) -> None:
         """Count a request that begins to run."""
         self.num_running += 1
+        self.num_sequences += size.num_sequences
         account.num_running += 1
         account.peers.num_running += 1
         account.peers.last_started = account
-        account.key.num_running += 1
-        if not account.key.may_run:
-            account.key.times_full += 1
+        account.key.num_running += size.num_sequences
+        _note_full(account.key)
 
-    def end(self, account: Account) -> None:
+    def end(self, account: Account, size: Size) -> None:
         """Count a request that has run."""
         self.num_running -= 1
+        self.num_sequences -= size.num_sequences
         account.num_running -= 1
         account.peers.num_running -= 1
-        account.key.num_running -= 1
+        account.key.num_running -= size.num_sequences
 
     def wait(self, waiter: Waiter) -> None:
         """Add a request to those that wait."""
@@ -166,9 +201,11 @@ class Accounts:
         if not key.num_waiting:
             self.backlogged[key] = None
         key.num_waiting += 1
+        key.waiting_sequences += waiter.size.num_sequences
         if not peers.num_waiting:
             insort(self._waiting_priorities, peers.priority)
         peers.num_waiting += 1
+        _note_full(key)
 
     def stop_waiting(self, waiter: Waiter) -> None:
         """Remove a request from those that wait."""
@@ -179,11 +216,13 @@ class Accounts:
             _remove(key.priorities, account.priority)
             del peers.backlogged[account]
         key.num_waiting -= 1
+        key.waiting_sequences -= waiter.size.num_sequences
         if not key.num_waiting:
             del self.backlogged[key]
         peers.num_waiting -= 1
         if not peers.num_waiting:
             _remove(self._waiting_priorities, peers.priority)
+        _note_full(key)
 
     def forget_idle(self, priority: int) -> None:
         """Forget the accounts of a class that has neither running nor waiting requests."""
@@ -207,6 +246,11 @@ class Accounts:
         if not self._waiting_priorities:
             return ()
         return self._classes[self._waiting_priorities[-1]].backlogged
+
+
+def _note_full(key: QueuedKey) -> None:
+    if not key.may_run:
+        key.times_full += 1
 
 
 def _remove(priorities: list[int], priority: int) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.types import Receive
 
 from apar_core.errors import CapacityError, RequestError
@@ -35,6 +36,7 @@ _MAX_HASHED_IDS = 4096
 _MAX_CHOICES = 128
 _MAX_TOKENS = 2**31
 _SALT_CHARS = 32
+_INTEGER = TypeAdapter(int)
 # Fields of a message, or of an item of the Responses API, that hold text at any depth.
 _MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content", "name", "arguments", "input")
 # Fields of a message, besides its content, that hold a text or a list of parts.
@@ -237,11 +239,44 @@ class RequestBody:
         return None
 
     @property
+    def num_sequences(self) -> int:
+        """Number of answers that the request asks for: `n` for each prompt.
+
+        vLLM ignores `best_of`, and beam search has at most `n` beams for each prompt.
+        """
+        return self._num_answers * max(1, self._num_prompts)
+
+    @property
     def num_choices(self) -> int:
-        """Number of answers that the request asks for."""
-        given = self.fields.get("n")
-        count = given if isinstance(given, int) and given > 0 else 1
-        return min(count * max(1, len(self._prompts)), _MAX_CHOICES)
+        """`num_sequences` up to 128, more than which the router need not know."""
+        return min(self.num_sequences, _MAX_CHOICES)
+
+    @property
+    def _num_answers(self) -> int:
+        try:
+            # As vLLM reads it: a text such as "32" is a number, too.
+            return max(1, _INTEGER.validate_python(self.fields.get("n")))
+        except ValidationError:
+            return 1
+
+    @property
+    def _num_prompts(self) -> int:
+        embedded = self.fields.get("prompt_embeds")
+        return len(self._prompts) + (len(embedded) if isinstance(embedded, list) else 0)
+
+    def check_sequences(self, limit: int, name: str) -> None:
+        """Raise RequestError if the request has more sequences than the limit called `name`."""
+        if self.num_sequences <= limit:
+            return
+        field = self._prompts[0][0] if self._prompts else "prompt_embeds"
+        parts = {field: self._num_prompts, "n": self._num_answers}
+        params = {name: count for name, count in parts.items() if count > 1}
+        given = " and ".join(f"`{param}` {count}" for param, count in params.items())
+        raise RequestError(
+            f"The request asks for {self.num_sequences} sequences (prompts times answers: "
+            f"{given}); {name} is {limit}.",
+            param=max(params, key=lambda param: params[param]),
+        )
 
     @property
     def may_fork(self) -> bool:

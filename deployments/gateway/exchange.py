@@ -161,7 +161,7 @@ class Exchange:
 class Charge:
     """Charges a request's tokens to its key's queue, rates and usage; observes the answer.
 
-    The rates were charged with an estimate of the prompt's length, which the end corrects.
+    Queue and rates were charged with an estimate of the prompt's length, which the end corrects.
     """
 
     def __init__(
@@ -210,6 +210,7 @@ class Charge:
         # After the loss of a replica, the second answer may be shorter than the first.
         unpaid = max(0, end.generated_tokens - record.generated_tokens)
         self._ticket.charge(unpaid)
+        self._ticket.charge_prompt(end.prompt_tokens)
         if self._tally is not None:
             self._tally.generated(unpaid)
         self._use_tokens(unpaid + end.prompt_tokens - self._prompt_tokens)

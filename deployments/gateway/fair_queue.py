@@ -1,10 +1,14 @@
 """Weighted fair queue in front of one model's replicas.
 
 Requests are served by priority class, then by the virtual time of their key, then by arrival. A
-key's virtual time advances by the tokens of all its requests' threads, divided by its weight.
-Forking therefore buys no place in the queue. Source: the virtual token counter (VTC) of Sheng et
-al., "Fairness in Serving Large Language Models" (arXiv 2401.00588), in its variant with predicted
-lengths: the cost is thread steps, and the key's mean answer is charged in advance.
+key's virtual time advances by the prompt tokens of its requests and by the generated tokens of all
+their threads, divided by its weight. Forking therefore buys no place in the queue. Source: the
+virtual token counter (VTC) of Sheng et al., "Fairness in Serving Large Language Models" (arXiv
+2401.00588), in its variant with predicted lengths: generated tokens are thread steps, and the key's
+mean answer is charged in advance.
+
+A request takes a place for each of its sequences: answers times prompts. All start together. While
+the next request waits for enough places, no other takes them.
 """
 
 import asyncio
@@ -15,11 +19,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from apar_core.errors import CapacityError
-from deployments.gateway.accounts import Account, Accounts, QueuedKey, Waiter
+from deployments.gateway.accounts import Account, Accounts, QueuedKey, Size, Waiter, has_room
 from deployments.wire.errors import DeadlineError, QueueTimeoutError, RateLimitError
 
 # Weight of the newest answer in a mean.
 _NEWEST = 0.1
+# Cost of a prompt token in generated tokens: the paper's weights are 1 and 2.
+_PROMPT_COST = 0.5
 # Minimum cost of a place: about one step of the engine.
 _MIN_TOKENS = 1
 # Requests over which the drain rate is measured.
@@ -28,6 +34,7 @@ _NUM_ENDS = 64
 _MIN_ENDS = 8
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
+_ONE = Size()
 
 
 class Due(NamedTuple):
@@ -74,21 +81,40 @@ class DrainRate:
 
 
 class Ticket:
-    """A request's place at the replicas, which it holds until `leave` or `give_up`."""
+    """A request's places at the replicas, which it holds until `leave` or `give_up`."""
 
-    __slots__ = ("_account", "_expected", "_prepaid", "_queue", "_weight", "num_tokens", "queued_s")
+    __slots__ = (
+        "_account",
+        "_expected",
+        "_prepaid",
+        "_prompt_tokens",
+        "_queue",
+        "_size",
+        "_weight",
+        "num_tokens",
+        "queued_s",
+    )
 
-    def __init__(self, queue: "FairQueue", account: Account, queued_s: float) -> None:
+    def __init__(self, queue: "FairQueue", account: Account, size: Size, queued_s: float) -> None:
         self._queue = queue
         self._account = account
+        self._size = size
         # The key's weight may change meanwhile; a refund uses the weight of the charge.
         self._weight = account.key.weight
         self.queued_s = queued_s
         self.num_tokens = 0
         # Without this advance, a burst would take every free place before any token is charged.
-        self._expected = queue._guess(account)
+        self._expected = queue._guess(account) * size.num_sequences
         self._prepaid = self._expected
+        self._prompt_tokens = 0
         account.virtual_time += self._prepaid / self._weight
+        self.charge_prompt(size.prompt_tokens)
+
+    def charge_prompt(self, num_tokens: int) -> None:
+        """Charge the tokens of the request's prompts, instead of those charged before."""
+        unpaid = (num_tokens - self._prompt_tokens) * _PROMPT_COST
+        self._prompt_tokens = num_tokens
+        self._account.virtual_time += unpaid / self._weight
 
     def charge(self, num_tokens: int) -> None:
         """Advance the key's virtual time by newly generated tokens."""
@@ -99,38 +125,44 @@ class Ticket:
         self._account.virtual_time += (num_tokens - paid) / self._weight
 
     def leave(self, *, cost_is_known: bool = True) -> None:
-        """Give the place back, once, after all known tokens have been charged.
+        """Give the places back, once, after all known tokens have been charged.
 
         A place costs at least `_MIN_TOKENS`, even if nothing was generated (`/tokenize`, or a
         request that the replica refuses): a key whose requests cost nothing would always go first.
         The cost is unknown if the client or the replica is gone. The advance charge then stays: a
         key whose clients give up early must not gain from it.
         """
-        account = self._account
+        account, num_sequences = self._account, self._size.num_sequences
         if cost_is_known:
-            refund = self._prepaid - max(0, _MIN_TOKENS - self.num_tokens)
+            refund = self._prepaid - max(0, _MIN_TOKENS * num_sequences - self.num_tokens)
             account.virtual_time -= refund / self._weight
-            self._queue._learn(account, self.num_tokens)
+            self._queue._learn(account, self.num_tokens / num_sequences)
+            account.mean_prompt = _newer_mean(
+                account.mean_prompt, self._prompt_tokens * _PROMPT_COST
+            )
         else:
-            unpaid = self._queue._guess(account) - max(self._expected, self.num_tokens)
+            guess = self._queue._guess(account) * num_sequences
+            unpaid = guess - max(self._expected, self.num_tokens)
             account.virtual_time += max(0.0, unpaid) / self._weight
-        self._queue._leave(account)
+        self._queue._leave(account, self._size)
 
     def give_up(self) -> None:
-        """Give an unused place back, once, with a full refund."""
+        """Give unused places back, once, with a full refund."""
         self._account.virtual_time -= self._prepaid / self._weight
-        self._queue._leave(self._account)
+        self.charge_prompt(0)
+        self._queue._leave(self._account, self._size)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
     """State of a queue; `waiting` counts requests by the name of their key.
 
-    `num_startable` counts the waiting requests that more replicas could serve. The others wait for
-    running requests of their own key.
+    `num_sequences` counts the sequences of the running requests. `num_startable` counts the waiting
+    sequences that more replicas could serve. The others wait for running requests of their own key.
     """
 
     running: int
+    num_sequences: int
     waiting: dict[str, int]
     num_startable: int
 
@@ -138,8 +170,8 @@ class QueueState:
 class FairQueue:
     """Admits requests to the replicas of one model in fair order.
 
-    Belongs to one event loop. At most `capacity` requests run at once. While there is room, only
-    requests of keys at their own cap wait.
+    Belongs to one event loop. At most `capacity` sequences run at once. While there is room, only
+    requests of keys at their own cap wait, and those behind a request that needs more room.
     """
 
     def __init__(
@@ -167,21 +199,21 @@ class FairQueue:
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
-        """Set how many requests may run at once; running ones are never stopped."""
+        """Set how many sequences may run at once; running ones are never stopped."""
         self._capacity = capacity
         self._grant()
 
-    @property
-    def has_room(self) -> bool:
-        """Whether fewer requests run than may."""
-        return self._accounts.num_running < self._capacity
+    def has_room(self, size: Size) -> bool:
+        """Whether the replicas have enough free places for a request."""
+        return has_room(self._accounts.num_sequences, self._capacity, size)
 
     @property
     def state(self) -> QueueState:
         """The current state."""
         waiting = {key.name: key.num_waiting for key in self._accounts.backlogged}
         num_startable = sum(key.num_startable for key in self._accounts.backlogged)
-        return QueueState(self._accounts.num_running, waiting, num_startable)
+        running, num_sequences = self._accounts.num_running, self._accounts.num_sequences
+        return QueueState(running, num_sequences, waiting, num_startable)
 
     @property
     def keys(self) -> Iterable[QueuedKey]:
@@ -196,9 +228,13 @@ class FairQueue:
         return self._accounts.of(name, priority)
 
     async def enter(
-        self, account: Account, due: Due | None = None, max_wait_s: float | None = None
+        self,
+        account: Account,
+        due: Due | None = None,
+        max_wait_s: float | None = None,
+        size: Size = _ONE,
     ) -> Ticket:
-        """Return a place, at once or when the key's turn comes, within `max_wait_s` if given.
+        """Return a request's places, at once or when its turn comes, within `max_wait_s` if given.
 
         Raises CapacityError if the queue is full, and QueueTimeoutError if the wait takes too long.
         A key at its own cap gets RateLimitError instead of both. Raises DeadlineError if the
@@ -206,31 +242,36 @@ class FairQueue:
         leaves the queue.
         """
         try:
-            return await self._admitted(account, due, max_wait_s)
+            return await self._admitted(account, due, max_wait_s, size)
         except BaseException:
+            self._grant()  # Others may have waited behind a request of many sequences.
             self._accounts.forget_idle(account.priority)
             raise
 
     async def _admitted(
-        self, account: Account, due: Due | None, max_wait_s: float | None
+        self, account: Account, due: Due | None, max_wait_s: float | None, size: Size
     ) -> Ticket:
         if due is not None and due.left_s <= 0:
-            raise self._late(account, due.option, "it had passed when the request arrived here")
+            raise self._late(
+                account, size, due.option, "it had passed when the request arrived here"
+            )
         if account.waiting:
             self._grant()  # The key's cap may have been raised.
         if not account.waiting:
             self._lift(account, keeps_credit=account.num_running > 0)
-            # This overtakes nobody: while there is room, all waiting keys are at their caps.
-            if self.has_room and account.key.may_run:
-                return self._start(account, queued_s=0.0)
+            if not account.key.num_waiting and account.key.has_room(size) and self.has_room(size):
+                # Keys at their caps are not overtaken; one that may run waits for more places.
+                others = any(key.may_run for key in self._accounts.backlogged)
+                if not others:
+                    return self._start(account, size, queued_s=0.0)
         if due is not None:
-            self._check_wait(account, due)
-        self._make_room(account)
+            self._check_wait(account, size, due)
+        self._make_room(account, size)
         return await self._wait(
-            account, due, self._max_wait_s if max_wait_s is None else max_wait_s
+            account, size, due, self._max_wait_s if max_wait_s is None else max_wait_s
         )
 
-    def _check_wait(self, account: Account, due: Due) -> None:
+    def _check_wait(self, account: Account, size: Size, due: Due) -> None:
         """Raise DeadlineError if requests that go first in any case take too long.
 
         These are the key's own, and those of more urgent keys. Which others go first depends on
@@ -241,6 +282,7 @@ class FairQueue:
         if wait_s > due.left_s:
             raise self._late(
                 account,
+                size,
                 due.option,
                 f"{num_ahead} requests go first, which takes about {wait_s:.1f} s, and "
                 f"{due.left_s:.1f} s are left",
@@ -266,15 +308,17 @@ class FairQueue:
         if rivals:
             floor = min(other.virtual_time for other in rivals)
             if keeps_credit:
-                floor -= max(other.mean_tokens / other.key.weight for other in rivals)
+                floor -= max(
+                    (other.mean_tokens + other.mean_prompt) / other.key.weight for other in rivals
+                )
             account.virtual_time = max(account.virtual_time, floor)
         account.lifted_at = key.times_full if key.may_run else None
 
-    def _start(self, account: Account, queued_s: float) -> Ticket:
-        self._accounts.start(account)
-        return Ticket(self, account, queued_s)
+    def _start(self, account: Account, size: Size, queued_s: float) -> Ticket:
+        self._accounts.start(account, size)
+        return Ticket(self, account, size, queued_s)
 
-    def _make_room(self, account: Account) -> None:
+    def _make_room(self, account: Account, size: Size) -> None:
         """Make room in a full queue by dropping the newest request of the key that fills it most.
 
         Raises the refusal if that is the account itself. Source: longest queue drop (McKenney,
@@ -287,18 +331,22 @@ class FairQueue:
         fullest = max(self._accounts.least_urgent, key=lambda other: other.backlog, default=None)
         own = (account.priority, (len(account.waiting) + 1) / account.key.weight)
         if fullest is None or fullest is account or (fullest.priority, fullest.backlog) <= own:
-            raise self._refusal(account, f"and {num_waiting} requests wait already")
+            raise self._refusal(account, size, f"and {num_waiting} requests wait already")
         newest = next(reversed(fullest.waiting))
         self._accounts.stop_waiting(newest)
         if not newest.granted.done():  # Otherwise its client has left.
             newest.granted.set_exception(
-                self._refusal(fullest, "and keys that hold less of the queue go first")
+                self._refusal(fullest, newest.size, "and keys that hold less of the queue go first")
             )
 
-    async def _wait(self, account: Account, due: Due | None, max_wait_s: float) -> Ticket:
+    async def _wait(
+        self, account: Account, size: Size, due: Due | None, max_wait_s: float
+    ) -> Ticket:
         loop = asyncio.get_running_loop()
-        waiter = Waiter(account, loop.create_future(), self._clock())
+        waiter = Waiter(account, size, loop.create_future(), self._clock())
         self._accounts.wait(waiter)
+        if self.has_room(size):
+            self._grant()  # It may go before a request that waits for more places.
         if due is not None and due.left_s < max_wait_s:
             timer = loop.call_later(due.left_s, self._pass_deadline, waiter, due)
         else:
@@ -321,25 +369,27 @@ class FairQueue:
         if not waiter.granted.done():
             self._accounts.stop_waiting(waiter)
             reason = f"and there was no room for this request within {max_wait_s:g} s"
-            refusal = self._refusal(waiter.account, reason, QueueTimeoutError)
+            refusal = self._refusal(waiter.account, waiter.size, reason, QueueTimeoutError)
             waiter.granted.set_exception(refusal)
 
     def _pass_deadline(self, waiter: Waiter, due: Due) -> None:
         if not waiter.granted.done():
             self._accounts.stop_waiting(waiter)
             reason = f"it passed after {due.left_s:.3g} s in the queue"
-            waiter.granted.set_exception(self._late(waiter.account, due.option, reason))
+            waiter.granted.set_exception(
+                self._late(waiter.account, waiter.size, due.option, reason)
+            )
 
-    def _late(self, account: Account, option: str, reason: str) -> DeadlineError:
+    def _late(self, account: Account, size: Size, option: str, reason: str) -> DeadlineError:
         return DeadlineError(
             option,
             reason,
             retry_after_s=self._drain.time_for(self._accounts.num_waiting + 1),
-            key_is_full=not account.key.may_run,
+            key_is_full=not account.key.has_room(size),
         )
 
-    def _learn(self, account: Account, num_tokens: int) -> None:
-        """Update the mean answer lengths of the key and of all keys.
+    def _learn(self, account: Account, num_tokens: float) -> None:
+        """Update the mean lengths of sequences of the key and of all keys.
 
         Requests without output are ignored: they say nothing about the length of answers.
         """
@@ -348,11 +398,11 @@ class FairQueue:
             self._mean_tokens = _newer_mean(self._mean_tokens, num_tokens)
 
     def _guess(self, account: Account) -> float:
-        """Return the expected tokens of an answer of unknown length, at least 1."""
+        """Return the expected tokens of a sequence of unknown length, at least 1."""
         return account.mean_tokens or self._mean_tokens or _MIN_TOKENS
 
-    def _leave(self, account: Account) -> None:
-        self._accounts.end(account)
+    def _leave(self, account: Account, size: Size) -> None:
+        self._accounts.end(account, size)
         self._drain.note()
         if not self._accounts.num_waiting:
             self._drain.queue_is_empty()
@@ -363,15 +413,17 @@ class FairQueue:
         """Grant free places, each to the first request of the account whose turn it is."""
         for key in self._accounts.backlogged:
             self._lift_held(key)
-        while self.has_room:
+        while self._accounts.num_sequences < self._capacity:
             ready = [key.first for key in self._accounts.backlogged if key.may_run]
             if not ready:
                 return
             account = min(ready, key=lambda each: each.turn)
-            waiter = next(iter(account.waiting))
+            waiter = account.next
+            if not self.has_room(waiter.size):
+                return
             self._accounts.stop_waiting(waiter)
             if not waiter.granted.done():  # Otherwise its client has left.
-                ticket = self._start(account, self._clock() - waiter.since_s)
+                ticket = self._start(account, waiter.size, self._clock() - waiter.since_s)
                 waiter.granted.set_result(ticket)
             if account.key.num_waiting:
                 self._lift_held(account.key)
@@ -382,16 +434,21 @@ class FairQueue:
             self._lift(key.first, keeps_credit=True)
 
     def _refusal(
-        self, account: Account, reason: str, kind: type[CapacityError] = CapacityError
+        self,
+        account: Account,
+        size: Size,
+        reason: str,
+        kind: type[CapacityError] = CapacityError,
     ) -> CapacityError | RateLimitError:
         retry_after_s = self._drain.time_for(self._accounts.num_waiting + 1)
         key = account.key
-        if not key.may_run:
+        if not key.has_room(size):
             cap = key.cap or key.max_running
             here = "" if cap == key.max_running else ", together with those of other gateways"
             return RateLimitError(
-                f"Key {key.name} has {key.num_running} running requests{here}, as many as "
-                f"its `max_threads` of {cap} allows, {reason}; please try again.",
+                f"Key {key.name} has {key.num_running} running sequences{here}, and its "
+                f"`max_threads` of {cap} has no room for {size.num_sequences} more, {reason}; "
+                "please try again.",
                 kind="threads",
                 retry_after_s=retry_after_s,
             )
@@ -400,7 +457,7 @@ class FairQueue:
         )
 
 
-def _newer_mean(mean: float, num_tokens: int) -> float:
+def _newer_mean(mean: float, num_tokens: float) -> float:
     """Return the moving mean with one more answer; a mean of 0 stands for no answers yet.
 
     A short answer counts for less, in proportion to its tokens. Lowering the mean takes as many

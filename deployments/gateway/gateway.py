@@ -16,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import CapacityError, RequestError
 from cluster.client_headers import BYPASSES_SERVE, REQUEST_ID
+from cluster.config.keys import KeyConfig
+from deployments.gateway.accounts import Size
 from deployments.gateway.admin import ADMIN_PATH, Admin
 from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
 from deployments.gateway.callers import Caller, Callers
@@ -266,7 +268,8 @@ class Gateway:
             caller.refund(admission)
             raise
         wait_s = _asked_wait_s(scope)
-        model, request, num_tokens = self._parsed(caller, scope, raw, exchange)
+        model, request, size = self._parsed(caller, scope, raw, exchange)
+        num_tokens = size.prompt_tokens
         terms = request.terms
         if caller.rates is not None:
             admission = (*admission, *await caller.rates.admit_tokens(num_tokens))
@@ -279,7 +282,7 @@ class Gateway:
                 tally = self.callers.ledger.begin(caller.key, name, num_tokens)
             try:
                 model, request, ticket = await self._enter(
-                    caller, model, request, exchange, wait_s if starts else None
+                    caller, model, request, size, exchange, wait_s if starts else None
                 )
             except QueueTimeoutError:
                 if model.replicas.num_running:
@@ -315,10 +318,11 @@ class Gateway:
         caller: Caller,
         model: Model,
         request: RelayedRequest,
+        size: Size,
         exchange: Exchange,
         max_wait_s: float | None,
     ) -> tuple[Model, RelayedRequest, Ticket]:
-        """Wait for a place at a model's replicas, or at those of its fallback.
+        """Wait for places at a model's replicas, or at those of its fallback.
 
         A client that waits for a model to start, at most `max_wait_s`, gets no other while it
         starts. Returns the model that answers, and the request for it. Raises as `Model.enter`.
@@ -326,30 +330,30 @@ class Gateway:
         priority, due = request.terms.priority, _due(request.terms.deadlines)
         name = self._settings.fallback.get(exchange.record.adapter or model.settings.name)
         other = None if name is None or not caller.may_use(name) else self._by_name.get(name)
-        if name is None or other is None:
-            return model, request, await model.enter(caller, priority, due, max_wait_s)
+        if name is None or other is None or size.num_sequences > other.max_sequences:
+            return model, request, await model.enter(caller, priority, due, max_wait_s, size)
         if max_wait_s is not None or not model.has_lost_all or other.has_lost_all:
             try:
-                return model, request, await model.enter(caller, priority, due, max_wait_s)
+                return model, request, await model.enter(caller, priority, due, max_wait_s, size)
             except CapacityError as error:
                 refusal = error
             try:
-                ticket = await other.enter(caller, priority, due)
+                ticket = await other.enter(caller, priority, due, size=size)
             except CapacityError:
                 raise refusal from None
         else:
-            ticket = await other.enter(caller, priority, due)
+            ticket = await other.enter(caller, priority, due, size=size)
         exchange.fell_back(other.settings.name, name)
         terms = replace(request.terms, model=name, key_max_threads=other.max_threads_of(caller))
         return other, replace(request, terms=terms), ticket
 
     def _parsed(
         self, caller: Caller, scope: Scope, raw: bytes, exchange: Exchange
-    ) -> tuple[Model, RelayedRequest, int]:
-        """Return a request's model, the request for its replicas, and its estimated prompt tokens.
+    ) -> tuple[Model, RelayedRequest, Size]:
+        """Return a request's model, the request for its replicas, and what it takes of them.
 
-        The tokens count only for a caller with a key, 0 for others. The parsed body takes several
-        times its bytes and is released on return, unless its content is logged. Raises
+        Prompt tokens count only for a caller with a key, 0 for others. The parsed body takes
+        several times its bytes and is released on return, unless its content is logged. Raises
         RequestError.
         """
         route = ROUTES[scope["path"]]
@@ -368,6 +372,7 @@ class Gateway:
         )
         if key is not None:
             body.check_prompt(key.max_prompt_chars, "the limit `max_prompt_chars` of this key")
+        num_sequences = _checked_sequences(body, model, key, generates=route.forks)
         cache_salt = body.cache_salt(caller.cache_salt)
         request = RelayedRequest(
             scope["method"],
@@ -389,9 +394,10 @@ class Gateway:
             continuable=route.forks and body.can_continue,
         )
         if key is None:
-            return model, request, 0
+            return model, request, Size(num_sequences)
         # The hint describes the first of several prompts, but counts the chat template's tokens.
-        return model, request, max(request.hint.prompt_tokens, body.prompt_tokens)
+        prompt_tokens = max(request.hint.prompt_tokens, body.prompt_tokens)
+        return model, request, Size(num_sequences, prompt_tokens)
 
     async def _administer(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         """Answer a request of an admin key."""
@@ -528,6 +534,23 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
+
+
+def _checked_sequences(
+    body: RequestBody, model: Model, key: KeyConfig | None, *, generates: bool
+) -> int:
+    """Return the places that a request takes. Raises RequestError if they exceed a limit.
+
+    A replica takes a request as a whole, so it needs places for all of its sequences. Without
+    `generates`, sequences end one by one after their prompts: a longer list takes all places.
+    """
+    limits = {"the limit `max_concurrency` of this model": model.max_sequences}
+    if key is not None and key.max_threads is not None:
+        limits["the limit `max_threads` of this key"] = key.max_threads
+    if generates:
+        for name, limit in limits.items():
+            body.check_sequences(limit, name)
+    return min(body.num_sequences, *limits.values())
 
 
 def _due(deadlines: Deadlines | None) -> Due | None:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from apar_core.errors import RequestError
-from deployments.gateway.accounts import QueuedKey
+from deployments.gateway.accounts import QueuedKey, Size
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Due, FairQueue, QueueState, Ticket
 from deployments.gateway.settings import ServedModel
@@ -19,6 +19,8 @@ from deployments.relay.relay import ModelReplicas, ReplicaCalls, whole_answer
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import JSON_TYPE, UnknownModelError
 from deployments.wire.request import RelayedRequest
+
+_ONE = Size()
 
 
 class Description:
@@ -111,19 +113,20 @@ class Model:
         priority: int = 0,
         due: Due | None = None,
         max_wait_s: float | None = None,
+        size: Size = _ONE,
     ) -> Ticket:
-        """Wait for a place at the replicas. Raises as `FairQueue.enter` does."""
+        """Wait for a request's places at the replicas. Raises as `FairQueue.enter` does."""
         account = self._queue.account_of(caller.name, priority)
         key = account.key
         if caller.key is not None:
             key.weight = caller.key.weight
-            # Each request has at least one thread.
+            # Each sequence has at least one thread.
             key.cap = caller.key.max_threads
             key.max_running = self._places_of(key)
-        if self._places is not None and not (key.may_run and self._queue.has_room):
+        if self._places is not None and not (key.has_room(size) and self._queue.has_room(size)):
             # Renewed when this request waits, which it does before the event loop turns.
             self._places.hurry()
-        return await self._queue.enter(account, due, max_wait_s)
+        return await self._queue.enter(account, due, max_wait_s, size)
 
     def share(self, places: SharedPlaces | None) -> None:
         """Use these leases from now on; None if this is the only gateway."""
@@ -133,10 +136,10 @@ class Model:
     def needs(self) -> dict[str, Need]:
         """Return what this gateway needs of the places that all gateways share."""
         state, name = self._queue.state, self.settings.deployment
-        needs = {name: Need(self._all_places, state.running, state.num_startable)}
+        needs = {name: Need(self._all_places, state.num_sequences, state.num_startable)}
         for key in self._queue.keys:
             if key.cap is not None and (key.num_running or key.num_waiting):
-                needs[f"{name}/{key.name}"] = Need(key.cap, key.num_running, key.num_waiting)
+                needs[f"{name}/{key.name}"] = Need(key.cap, key.num_running, key.waiting_sequences)
         return needs
 
     def take_places(self) -> None:
@@ -157,12 +160,17 @@ class Model:
         return math.ceil(caller.key.max_threads / max(1, self._replicas))
 
     @property
+    def max_sequences(self) -> int:
+        """Sequences that one request may have: those that a replica may run."""
+        return self.settings.requests_per_replica
+
+    @property
     def _replicas(self) -> int:
         return self.settings.replicas if self._num_running is None else self._num_running
 
     @property
     def _all_places(self) -> int:
-        """Requests that all replicas together may run, of all gateways."""
+        """Sequences that all replicas together may run, of all gateways."""
         return self._replicas * self.settings.requests_per_replica
 
     @property

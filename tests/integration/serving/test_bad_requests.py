@@ -42,6 +42,8 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         (TEXT, {"prompt": "hi", "max_tokens": 0}, "max_tokens"),
         (TEXT, {"prompt": "hi", "stop": 5}, "stop"),
         (TEXT, {"prompt": "x" * 50_000}, "input_text"),
+        (TEXT, {"prompt": ["x"] * 1024, "n": 32, "max_tokens": 1}, "prompt"),
+        (CHAT, HI | {"n": 1000, "max_tokens": 1}, "n"),
     ],
 )
 def test_a_wrong_field_is_named(

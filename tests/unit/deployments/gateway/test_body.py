@@ -300,3 +300,26 @@ def test_each_api_has_its_own_limit_on_tokens() -> None:
     limits = [RequestBody(json.dumps(fields).encode(), shape).max_tokens
               for shape in (RESPONSES, MESSAGES)]  # fmt: skip
     assert limits == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_sequences"),
+    [
+        ({}, 1),
+        ({"messages": [], "n": 4}, 4),
+        ({"prompt": "x"}, 1),
+        ({"prompt": [1, 2, 3], "n": 2}, 2),
+        ({"prompt": ["x"] * 1024, "n": 32}, 32_768),
+        ({"prompt": [[1, 2], [3]], "n": "3"}, 6),
+        ({"prompt": ["x", "y"], "n": 2.0}, 4),
+        ({"prompt_embeds": ["x", "y"], "n": 2}, 4),
+        ({"prompt": "x", "n": None}, 1),
+        ({"prompt": "x", "n": -2}, 1),
+        ({"prompt": "x", "n": [9]}, 1),
+        ({"prompt": "x", "best_of": 8}, 1),
+    ],
+)
+def test_a_request_has_a_sequence_for_each_answer_to_each_prompt(
+    fields: dict[str, Any], num_sequences: int
+) -> None:
+    assert RequestBody(json.dumps(fields).encode()).num_sequences == num_sequences

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from apar_core.errors import CapacityError
-from deployments.gateway.accounts import Account
+from deployments.gateway.accounts import Account, Size
 from deployments.gateway.fair_queue import FairQueue, Ticket
 from deployments.wire.errors import RateLimitError
 from tests.fakes.clock import Clock
@@ -719,3 +719,128 @@ async def test_a_full_queue_may_drop_a_request_whose_client_is_leaving() -> None
     assert tasks[2].cancelled()
     assert not newcomer.done()
     assert queue.state.waiting == {"flood": 1, "other": 1}
+
+
+async def enter_size(
+    queue: FairQueue, name: str, num_sequences: int, prompt_tokens: int = 0, **fields: int
+) -> Enter:
+    account = account_of(queue, name, **fields)
+    size = Size(num_sequences, prompt_tokens)
+    task = asyncio.create_task(queue.enter(account, size=size))
+    await settled()
+    return task
+
+
+async def test_a_request_takes_a_place_for_each_of_its_sequences() -> None:
+    queue = queue_of(capacity=4)
+    large = await enter_size(queue, "a", 3)
+    small = [await enter_size(queue, "b", 1) for _ in range(2)]
+
+    assert [task.done() for task in (large, *small)] == [True, True, False]
+    assert (queue.state.running, queue.state.num_sequences) == (2, 4)
+    large.result().leave()
+    await settled()
+    assert small[1].done()
+    assert queue.state.num_sequences == 2
+
+
+async def test_small_requests_do_not_take_the_places_that_a_large_one_waits_for() -> None:
+    queue = queue_of(capacity=4)
+    running = [await enter_size(queue, "a", 1) for _ in range(3)]
+    large = await enter_size(queue, "b", 4)
+    small = await enter_size(queue, "c", 1)
+
+    assert not small.done()
+    for task in running:
+        task.result().leave()
+    await settled()
+    assert (large.done(), small.done()) == (True, False)
+    large.result().leave()
+    await settled()
+    assert small.done()
+
+
+async def test_a_more_urgent_request_passes_one_that_waits_for_more_places() -> None:
+    queue = queue_of(capacity=4)
+    await enter_size(queue, "a", 3)
+    large = await enter_size(queue, "b", 2)
+
+    urgent = await enter_size(queue, "c", 1, priority=-1)
+
+    assert (large.done(), urgent.done()) == (False, True)
+
+
+async def test_requests_behind_a_large_one_start_when_its_client_leaves() -> None:
+    queue = queue_of(capacity=4)
+    await enter_size(queue, "a", 3)
+    large = await enter_size(queue, "b", 4)
+    small = await enter_size(queue, "c", 1)
+
+    large.cancel()
+    await settled()
+
+    assert small.done()
+
+
+async def test_a_request_larger_than_a_lowered_limit_runs_alone() -> None:
+    queue = queue_of(capacity=4)
+    running = await enter_size(queue, "a", 2)
+    large = await enter_size(queue, "b", 4)
+    queue.resize(2)
+    await settled()
+    assert not large.done()
+
+    running.result().leave()
+    await settled()
+
+    assert large.done()
+
+
+async def test_the_cap_of_a_key_counts_sequences() -> None:
+    queue = queue_of(capacity=9)
+    first = await enter_size(queue, "a", 2, max_running=4)
+    second = await enter_size(queue, "a", 3, max_running=4)
+    other = await enter_size(queue, "b", 3)
+
+    assert (first.done(), second.done(), other.done()) == (True, False, True)
+    assert queue.state.num_startable == 0
+    first.result().leave()
+    await settled()
+    assert second.done()
+
+
+async def test_prompt_tokens_cost_half_of_generated_ones_and_are_corrected() -> None:
+    queue = queue_of(capacity=2)
+    task = await enter_size(queue, "a", 1, prompt_tokens=400)
+    account = queue.account_of("a")
+    # One token is charged for the answer of unknown length.
+    assert account.virtual_time == 1 + 200
+
+    task.result().charge(50)
+    task.result().charge_prompt(500)
+    assert account.virtual_time == 50 + 250
+    task.result().leave()
+    assert account.virtual_time == 50 + 250
+
+
+async def test_an_unused_place_costs_no_prompt() -> None:
+    queue = queue_of(capacity=2)
+    account = queue.account_of("a")
+    task = await enter_size(queue, "a", 1, prompt_tokens=400)
+
+    task.result().give_up()
+
+    assert account.virtual_time == 0
+
+
+async def test_an_expected_answer_is_charged_for_each_sequence() -> None:
+    queue = queue_of(capacity=9)
+    account = account_of(queue, "a", mean_tokens=100)
+    ticket = await queue.enter(account, size=Size(4))
+    assert account.virtual_time == 400
+
+    ticket.charge(440)
+    ticket.leave()
+
+    assert account.virtual_time == 440
+    assert account.mean_tokens == pytest.approx(101)

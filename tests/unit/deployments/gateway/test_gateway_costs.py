@@ -248,3 +248,95 @@ async def test_a_failure_of_the_gateway_before_the_answer_has_openais_form(
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert "a bug" not in answer.text
     assert "a bug" in caplog.text
+
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (
+            COMPLETIONS,
+            {"prompt": ["x"] * 1024, "n": 32},
+            "prompt",
+            "asks for 32768 sequences (prompts times answers: `prompt` 1024 and `n` 32); the limit "
+            "`max_concurrency` of this model is 2.",
+        ),
+        (CHAT, {"n": "3"}, "n", "asks for 3 sequences (prompts times answers: `n` 3)"),
+        (COMPLETIONS, {"prompt": [[1], [2], [3]]}, "prompt", "asks for 3 sequences"),
+        (CHAT, {"n": 2}, "n", "the limit `max_threads` of this key is 1."),
+    ],
+)
+async def test_a_request_of_more_sequences_than_may_run_is_refused(
+    path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    replicas = answering()
+    max_threads = 1 if body == {"n": 2} else None
+    http = client(replicas, keys=(key("a", max_threads=max_threads),))
+
+    refused = await http.post(path, json=body, headers=bearer("a"))
+
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["param"]) == (
+        400,
+        "invalid_request_error",
+        param,
+    )
+    assert message in error["message"]
+    assert replicas.requests == []
+
+
+async def test_a_request_of_several_sequences_leaves_no_room_for_others() -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    gateway = gateway_of(replicas, keys=(key("a"), key("b", max_threads=2)), max_queued=9)
+    http = client_of(gateway)
+    tasks = await settled(http, ("a", {"n": 2}), ("b", {}), ("b", {"n": 2}))
+
+    (state,) = gateway.waiting().values()
+    assert (state.running, state.num_sequences, state.waiting) == (1, 2, {"b": 2})
+    need = gateway.needs()
+    assert (need["Replica-m"].running, need["Replica-m/b"].waiting) == (2, 3)
+    replicas.gate.set()
+    assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 3
+
+
+async def test_a_long_list_of_inputs_for_embeddings_takes_all_places() -> None:
+    replicas = answering()
+    replicas.gate.clear()
+    gateway = gateway_of(replicas, keys=(key("a"),))
+    http = client_of(gateway)
+    task = asyncio.create_task(
+        http.post("/v1/embeddings", json={"input": ["x"] * 99}, headers=bearer("a"))
+    )
+    await asyncio.sleep(0.01)
+
+    (state,) = gateway.waiting().values()
+    assert (state.running, state.num_sequences) == (1, 2)
+    replicas.gate.set()
+    assert (await task).status_code == 200
+
+
+async def test_the_key_whose_prompts_are_longer_gets_fewer_turns() -> None:
+    """Each answer has 2 tokens; 198 prompt tokens cost 99, so that a request costs 101 or 2."""
+
+    class Long(FakeReplicas):
+        async def whole(
+            self, request: RelayedRequest, progress: Progress | None = None
+        ) -> tuple[AnswerStart, AnswerEnd]:
+            start, _ = await super().whole(request, progress)
+            return start, AnswerEnd(198 if request.terms.key == "long" else 0, 2)
+
+    replicas = Long(AnswerStart(200, JSON, b"{}"))
+    replicas.gate.clear()
+    gateway = gateway_of(replicas, keys=(key("long"), key("short")), max_queued=99)
+    http = client_of(gateway)
+    bodies = {"long": {"prompt": "x" * 792}, "short": {}}
+    tasks = await settled(http, *[(name, bodies[name]) for name in ("long", "short") * 12])
+    replicas.gate.set()
+    await asyncio.gather(*tasks)
+
+    order = [request.terms.key for request in replicas.requests]
+    # Before the second request of the long key, the short one has had nearly all of its own.
+    assert order[:14].count("short") >= 11
