@@ -1094,3 +1094,14 @@ def test_a_model_runner_output_can_be_built_by_hand() -> None:
     schedule = inspect.getsource(Scheduler)
     # Looked up for every row, so it can be replaced on the instance.
     assert "self.kv_cache_manager.allocate_slots(" in schedule
+
+
+def test_the_number_of_sequences_comes_from_the_fields_that_the_gateway_counts() -> None:
+    """`RequestBody.num_sequences`: `n` answers to each of `prompt` and `prompt_embeds`."""
+    for request in (ChatCompletionRequest, CompletionRequest):
+        assert "n" in request.model_fields
+        assert "best_of" not in request.model_fields
+    assert {"prompt", "prompt_embeds"} <= set(CompletionRequest.model_fields)
+    # The texts and whole decimal numbers that pydantic takes as integers.
+    assert CompletionRequest.model_validate({"prompt": "x", "n": "3"}).n == 3
+    assert CompletionRequest.model_validate({"prompt": "x", "n": 2.0}).n == 2

@@ -844,3 +844,17 @@ async def test_an_expected_answer_is_charged_for_each_sequence() -> None:
 
     assert account.virtual_time == 440
     assert account.mean_tokens == pytest.approx(101)
+
+
+async def test_a_key_whose_next_request_exceeds_its_cap_saves_up_no_credit() -> None:
+    queue = queue_of(capacity=2)
+    running = await enter_size(queue, "held", 1, max_running=2)
+    busy = account_of(queue, "busy", mean_tokens=300)
+    await enter(queue, busy)
+    await enter_size(queue, "held", 2, max_running=2)
+    await enter(queue, busy)
+    busy.virtual_time = 10_000
+
+    running.result().leave()
+
+    assert queue.account_of("held").virtual_time == 9_700
