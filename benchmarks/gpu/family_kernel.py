@@ -378,16 +378,19 @@ def barely_shared(step: Step) -> Step:
     return replace(alone, name=f"{step.name}, least family")
 
 
+def num_layers(layer_bytes: int, setup: Setup) -> int:
+    """Return how many layers' KV caches no cache of the GPU holds: four times the largest known."""
+    return min(max(-(-(1 << 28) // layer_bytes), 2), 64) if setup.has_gpu else 1
+
+
 def layers_of(step: Step, shape: Shape, setup: Setup, dtype: torch.dtype) -> list[Problem]:
     """Return the problems of several layers, so that no layer finds its KV cache in a cache."""
     table = torch.from_numpy(step.table).clamp_min(0).to(setup.device)
     lengths = torch.from_numpy(step.lengths).to(setup.device)
     blocks = int(step.table.max()) + 1
     layer_bytes = 2 * blocks * BLOCK_SIZE * shape.kv_heads * shape.head_size * dtype.itemsize
-    # Four times the largest cache of a GPU that the tables know, at least.
-    number = min(max(-(-(1 << 28) // layer_bytes), 2), 64) if setup.has_gpu else 1
     problems = []
-    for _ in range(number):
+    for _ in range(num_layers(layer_bytes, setup)):
         cache = torch.randn(
             (blocks, BLOCK_SIZE, shape.kv_heads, 2 * shape.head_size), device=setup.device,
             dtype=dtype,

@@ -20,6 +20,7 @@ from torch import Tensor
 from apar_core.attention.families import Families
 from benchmarks.gpu.family_kernel import (
     Problem,
+    num_layers,
     reference,
     relative_error,
     seconds_of,
@@ -85,9 +86,8 @@ def make_rows(shape: Shape, prefix: int, setup: Setup, dtype: torch.dtype) -> Ro
     }  # fmt: skip
     families = Families(**{name: value.int().to(setup.device) for name, value in ints.items()})
     layer_bytes = 2 * blocks * BLOCK_SIZE * shape.kv_heads * shape.head_size * dtype.itemsize
-    number = min(max(-(-(1 << 28) // layer_bytes), 2), 64) if setup.has_gpu else 1
     layers, caches = [], []
-    for _ in range(number):
+    for _ in range(num_layers(layer_bytes, setup)):
         packed = torch.randn(
             (blocks, BLOCK_SIZE, shape.kv_heads, 2 * shape.head_size), device=setup.device,
             dtype=dtype,

@@ -9,8 +9,8 @@ Every repeat takes the same steps, and the least time of each step counts: other
 slows single steps down, and never speeds one up.
 
 On a CPU the engine waits for the model, so the two times are measured apart. Where vLLM schedules
-ahead, on a GPU, they overlap: the device's time is then the time from output to output, and the
-engine core's time is what is left of it after waiting for the output.
+ahead, on a GPU, they overlap. The device's time is then the time from output to output. The engine
+core's time is what is left of it after waiting for the output.
 """
 
 from __future__ import annotations

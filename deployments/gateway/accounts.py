@@ -22,6 +22,9 @@ class Size(NamedTuple):
     prompt_tokens: int = 0
 
 
+ONE = Size()
+
+
 def has_room(num_running: int, limit: int, size: Size) -> bool:
     """Whether a limit on running sequences leaves room for a request.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from apar_core.errors import CapacityError
-from deployments.gateway.accounts import Account, Accounts, QueuedKey, Size, Waiter, has_room
+from deployments.gateway.accounts import ONE, Account, Accounts, QueuedKey, Size, Waiter, has_room
 from deployments.wire.errors import DeadlineError, QueueTimeoutError, RateLimitError
 
 # Weight of the newest answer in a mean.
@@ -34,7 +34,6 @@ _NUM_ENDS = 64
 _MIN_ENDS = 8
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
-_ONE = Size()
 
 
 class Due(NamedTuple):
@@ -232,7 +231,7 @@ class FairQueue:
         account: Account,
         due: Due | None = None,
         max_wait_s: float | None = None,
-        size: Size = _ONE,
+        size: Size = ONE,
     ) -> Ticket:
         """Return a request's places, at once or when its turn comes, within `max_wait_s` if given.
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from apar_core.errors import RequestError
-from deployments.gateway.accounts import QueuedKey, Size
+from deployments.gateway.accounts import ONE, QueuedKey, Size
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Due, FairQueue, QueueState, Ticket
 from deployments.gateway.settings import ServedModel
@@ -19,8 +19,6 @@ from deployments.relay.relay import ModelReplicas, ReplicaCalls, whole_answer
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import JSON_TYPE, UnknownModelError
 from deployments.wire.request import RelayedRequest
-
-_ONE = Size()
 
 
 class Description:
@@ -113,7 +111,7 @@ class Model:
         priority: int = 0,
         due: Due | None = None,
         max_wait_s: float | None = None,
-        size: Size = _ONE,
+        size: Size = ONE,
     ) -> Ticket:
         """Wait for a request's places at the replicas. Raises as `FairQueue.enter` does."""
         account = self._queue.account_of(caller.name, priority)

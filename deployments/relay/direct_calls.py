@@ -144,8 +144,9 @@ class DirectCalls:
     async def _sent(self, address: Address, data: bytes, wait_s: float) -> Connection | None:
         """Send a call's frame; None if the replica is full or cannot be reached.
 
-        Raises ConnectionRefusedError if the replica's process has ended, HandshakeError if another
-        one listens at its address, and NoReplicaError if it does not accept the call in time.
+        Raises ConnectionRefusedError if the replica's process has ended, and HandshakeError if
+        another one listens at its address. Raises NoReplicaError if the replica does not accept the
+        call in time.
         """
         while True:
             idle = self._idle.get(address, [])
