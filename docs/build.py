@@ -41,6 +41,7 @@ PAGES = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "dashboards/METRICS.md": "metrics.md",
     "dashboards/README.md": "dashboards.md",
     "dashboards/RUNBOOK.md": "runbook.md",
