@@ -36,6 +36,7 @@ from deployments.wire.errors import (
     answer_for,
     error_summary,
     normalised,
+    normalised_events,
 )
 from deployments.wire.request import Deadlines, RelayedRequest
 from deployments.wire.routes import AnswerForm, form_of
@@ -335,7 +336,7 @@ class _StreamRelay:
             self._journal.add(journal)
         if num_tokens:
             self._observer.progress(num_tokens)
-        events = self._stream.forward(body)
+        events = normalised_events(self._stream.forward(body), form_of(self._request.path))
         if self._stream.ends_with(events):
             self._last, events = events, b""
         await self._send_piece(events)

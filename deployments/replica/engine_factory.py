@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import Any, cast, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.routing import Route
 from vllm import AsyncEngineArgs, envs
+from vllm.exceptions import VLLMError, VLLMValidationError
 
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
 from apar_core.engine.input_processor import forks
@@ -30,8 +33,11 @@ from apar_core.vllm_names import (
 )
 from cluster.metrics.counting import Counter, Histogram
 from deployments.replica.openapi import OFFERED, describe
+from deployments.replica.stream_start import start_streams_late
 from deployments.wire.errors import UnknownRouteError, answer_for
 from deployments.wire.routes import MODELS_PATH, OPENAPI_PATH, ROUTES, form_of
+
+logger = logging.getLogger(__name__)
 
 _AS_CHATS = "_apar_tokenizes_as_chats"
 
@@ -124,8 +130,10 @@ async def build_http_application(engine: AparAsyncLLM, args: Namespace) -> FastA
     app = build_app(args, tasks, engine.model_config)
     remove_unused_middleware(app)
     await init_app_state(engine, app.state, args, tasks)
+    start_streams_late(app.state)
     # As in the engine process: reading the environment at every step costs time.
     envs.enable_envs_cache()
+    refuse_unreadable_bodies(app)
     add_description(app)
     add_cards(app, engine)
     refuse_missing_routes(app, args.served_model_name[0])
@@ -193,6 +201,34 @@ def remove_unused_middleware(app: FastAPI) -> None:
         if getattr(each.cls, "__name__", None) not in _UNUSED_MIDDLEWARE
     ]
     app.middleware_stack = None  # vLLM has built it; the first request builds it again.
+
+
+def refuse_unreadable_bodies(app: FastAPI) -> None:
+    """Answer a body that vLLM's own checks fail on with 400, as one that they refuse.
+
+    vLLM looks into a body before the types of its fields are checked. An exception there is not one
+    of pydantic's errors, and would be answered with 500, as a fault of the server.
+    """
+
+    def checked(validate: Any) -> Any:
+        def check(value: Any, *args: Any, loc: tuple[int | str, ...] = (), **kwargs: Any) -> Any:
+            try:
+                return validate(value, *args, loc=loc, **kwargs)
+            except VLLMError:
+                raise  # Has its own answer.
+            except Exception as error:
+                logger.warning("request refused: its body cannot be read", exc_info=error)
+                raise VLLMValidationError(
+                    "The body cannot be read: one of its fields, or a part of one, has a wrong "
+                    f"type ({error})"
+                ) from error
+
+        return check
+
+    for route in app.routes:
+        for field in route.dependant.body_params if isinstance(route, APIRoute) else ():
+            # Attributes of this one field; the class is FastAPI's.
+            vars(field)["validate"] = checked(field.validate)
 
 
 def refuse_missing_routes(app: FastAPI, model: str) -> None:

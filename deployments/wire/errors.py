@@ -420,6 +420,28 @@ def _word(value: object) -> str:
     return text if isinstance(value, str | int) and _WORD.fullmatch(text) else "unknown"
 
 
+def normalised_events(events: bytes, form: AnswerForm) -> bytes:
+    """Rewrite the error events with which vLLM ends a failed stream, as `normalised` does."""
+    begin = ERROR_EVENTS[form is AnswerForm.MESSAGES]
+    # The content of an answer is JSON, in which these quotes and line ends are escaped.
+    if form is AnswerForm.RESPONSES or begin not in events:
+        return events
+    return b"".join(
+        _normalised_event(event, form) if event.startswith(begin) else event
+        for event in re.findall(rb".+?\n\n", events, re.DOTALL)
+    )
+
+
+def _normalised_event(event: bytes, form: AnswerForm) -> bytes:
+    body = event.strip().rpartition(b"data: ")[2]
+    try:
+        code = json.loads(body)["error"].get("code")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        code = None
+    body = normalised(code if isinstance(code, int) else AparError.status, body, form)
+    return named_event(json.loads(body)) if form is AnswerForm.MESSAGES else b"data: %s\n\n" % body
+
+
 def normalised(status: int, body: bytes, form: AnswerForm = AnswerForm.CHUNKS) -> bytes:
     """Rewrite vLLM's error body in a form of ours.
 

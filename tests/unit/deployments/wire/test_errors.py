@@ -28,7 +28,9 @@ from deployments.wire.errors import (
     WrongMethodError,
     answer_for,
     normalised,
+    normalised_events,
 )
+from deployments.wire.routes import AnswerForm
 
 
 def error_in(body: bytes) -> dict[str, Any]:
@@ -183,3 +185,46 @@ def test_any_error_body_becomes_openais(body: bytes) -> None:
 
     assert error["type"] == "server_error"
     assert error["message"]
+
+
+TEXT = b'data: {"choices":[{"delta":{"content":"data: {\\"error\\""}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(400, "invalid_request_error"), (500, "server_error"), (None, "server_error")],
+)
+def test_an_error_within_a_stream_of_chunks_has_our_form(code: int | None, kind: str) -> None:
+    error = {"message": "wrong", "type": "BadRequestError", "param": "body.n", "code": code}
+    event = b"data: %s\n\n" % json.dumps({"error": error}).encode()
+
+    events = normalised_events(TEXT + event + b"data: [DONE]\n\n", AnswerForm.CHUNKS)
+
+    first, second, last = events.strip().split(b"\n\n")
+    assert first == TEXT.strip()
+    assert json.loads(second.removeprefix(b"data: "))["error"] == {
+        "message": "wrong",
+        "type": kind,
+        "param": "n",
+        "code": None,
+    }
+    assert last == b"data: [DONE]"
+
+
+def test_an_error_within_a_stream_of_messages_has_anthropics_form() -> None:
+    before = b'event: ping\ndata: {"type":"ping"}\n\n'
+    error = {"type": "error", "error": {"type": "internal_error", "message": "failed"}}
+    event = b"event: error\ndata: %s\n\n" % json.dumps(error).encode()
+
+    events = normalised_events(before + event, AnswerForm.MESSAGES)
+
+    assert events.startswith(before + b"event: error\n")
+    assert json.loads(events.rpartition(b"data: ")[2]) == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "failed"},
+    }
+
+
+@pytest.mark.parametrize("form", AnswerForm)
+def test_events_without_an_error_are_left_alone(form: AnswerForm) -> None:
+    assert normalised_events(TEXT, form) == TEXT
