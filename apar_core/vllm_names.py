@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest as EngineCoreRequest
     from vllm.v1.engine import FinishReason as FinishReason
     from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+    from vllm.v1.engine.async_llm import InputStreamError as InputStreamError
     from vllm.v1.engine.core import EngineCore as EngineCore
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
     from vllm.v1.engine.exceptions import EngineGenerateError as EngineGenerateError
@@ -177,7 +178,7 @@ NAMES = {
     "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager",
     "vllm.v1.engine": "EngineCoreEvent EngineCoreEventType EngineCoreOutput EngineCoreOutputs "
     "EngineCoreRequest FinishReason",
-    "vllm.v1.engine.async_llm": "AsyncLLM",
+    "vllm.v1.engine.async_llm": "AsyncLLM InputStreamError",
     "vllm.v1.engine.core": "EngineCore",
     "vllm.v1.engine.detokenizer": "IncrementalDetokenizer",
     "vllm.v1.engine.exceptions": "EngineGenerateError",
@@ -214,6 +215,7 @@ _MODULE_OF = {name: module for module, names in NAMES.items() for name in names.
 OVERRIDES = {
     "AsyncLLM": "_add_request",
     "Executor": "_init_executor",
+    "InputProcessor": "_validate_params",
     "OutputProcessor": "_finish_request _update_stats_from_output",
     "PrometheusStatLogger": "_counter_cls _histogram_cls",
     "Scheduler": "_free_request _get_local_prefix_cache_hit _update_request_with_output",

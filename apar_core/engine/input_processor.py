@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from apar_core.engine.logits_processors import bad_words
@@ -40,6 +40,7 @@ from apar_core.formats.resolved_format import (
     resolve,
 )
 from apar_core.formats.shipped_formats import APAR_RELEASED, REFUSED
+from apar_core.scheduler.constraints import constraint_error
 from apar_core.scheduler.fork_scheduler import ForkMixin
 from apar_core.scheduler.fork_settings import ForkSettings, fork_settings, generates
 from apar_core.vllm_names import EngineCoreRequest, InputProcessor, add_bad_words, bad_words_of
@@ -52,6 +53,7 @@ MAX_THREADS_ARG = "apar_max_threads"
 CLIENT_ARGS = frozenset({ENABLED_ARG, MAX_THREADS_ARG, REPLAY_REQUEST_ARG})
 """Our keys of `extra_args` that a client may set, through the HTTP field `vllm_xargs`."""
 _OUR_PREFIX = "apar"
+_NUMBER_LIMIT = 2**63
 _WRAPPED = "_apar_keeps_tool_calls_unforked"
 
 
@@ -86,6 +88,11 @@ class ForkInputProcessor(InputProcessor):
         # By the client's request id; None for a request without a key.
         self.key_terms: dict[str, KeyTerms | None] = {}
         self._is_forking = forks(vllm_config)
+        constraints = vllm_config.structured_outputs_config
+        if self._is_forking and constraints.backend == "auto":
+            # vLLM would check each request with the backend that suits it best, but compile all of
+            # them with the backend of the first: in a server, that of the warm-up.
+            constraints.backend = "xgrammar"
         tokenizer: Any = self.tokenizer
         # None for an ordinary model, and for an engine that does not fork.
         self.format: ResolvedFormat | None = _format(vllm_config, tokenizer)
@@ -108,6 +115,7 @@ class ForkInputProcessor(InputProcessor):
         _keep_tool_calls_unforked()
         self._settings: ForkSettings = fork_settings(vllm_config)
         self._spellings = self.format.spellings
+        self._control_texts = self.format.texts
         # vLLM returns routed experts as rows of one token sequence, which a tree does not have.
         self._may_fork = not vllm_config.aux_output_config.enable_return_routed_experts
         self._bans_as_bad_words = not bans_by_logits_processor(vllm_config)
@@ -168,6 +176,28 @@ class ForkInputProcessor(InputProcessor):
                 request.sampling_params.extra_args = extra_args | {HOLD_ARG: True}
         return request
 
+    def _validate_params(self, params: Any, *args: Any, **kwargs: Any) -> bool | None:
+        """As in vLLM; whatever fails here is the request's fault, with the reason."""
+        constrained = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        for name in params.__struct_fields__ if isinstance(params, SamplingParams) else ():
+            value = getattr(params, name)
+            # A larger one could not be sent to the engine core.
+            if isinstance(value, int) and abs(value) >= _NUMBER_LIMIT:
+                raise VLLMValidationError(f"`{name}` is out of range: {value}", parameter=name)
+        try:
+            checked: bool | None = super()._validate_params(params, *args, **kwargs)
+        except VLLMError as error:
+            is_vague = isinstance(error, VLLMValidationError) and error.parameter is None
+            if not is_vague or not constrained:
+                raise
+            raise constraint_error(_reason(error)) from error
+        except Exception as error:
+            logger.warning("request refused: its parameters cannot be checked", exc_info=error)
+            raise VLLMValidationError(
+                f"The sampling parameters cannot be checked: {_reason(error)}"
+            ) from error
+        return checked
+
     def _check_arguments(self, params: SamplingParams) -> None:
         """Refuse our keys of `extra_args` that only our own code may set.
 
@@ -227,13 +257,7 @@ class ForkInputProcessor(InputProcessor):
     def _set_parameters(
         self, request: EngineCoreRequest, params: SamplingParams, terms: KeyTerms | None
     ) -> None:
-        named = self._spellings.keys() & set(params.stop_token_ids or ())
-        if named:
-            raise VLLMValidationError(
-                f"stop_token_ids may not contain the checkpoint's control tokens: {sorted(named)}.",
-                parameter="stop_token_ids",
-                value=params.stop_token_ids,
-            )
+        self._refuse_control_ids(params)
         extra_args = dict(params.extra_args or {})
         by_default = self._settings.enabled
         if request.lora_request is not None:
@@ -258,6 +282,20 @@ class ForkInputProcessor(InputProcessor):
         params.extra_args = extra_args
         if self._bans_as_bad_words and parameters.blocks is None:
             add_bad_words(params, bad_words(parameters))
+
+    def _refuse_control_ids(self, params: SamplingParams) -> None:
+        """Refuse control tokens by id: a client could end threads or force forks with them."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            named = self._spellings.keys() & set(getattr(params, name) or ())
+            if named:
+                texts = ", ".join(
+                    f"{each} ({self._control_texts[each]!r})" for each in sorted(named)
+                )
+                raise VLLMValidationError(
+                    f"`{name}` holds ids of control tokens, which only the model may generate: "
+                    f"{texts}. Leave them out.",
+                    parameter=name,
+                )
 
     def _set_replay(self, request: EngineCoreRequest, params: SamplingParams) -> None:
         """Check the client's replay, if any, and write it for the logits processor."""
@@ -319,6 +357,15 @@ def _format(vllm_config: VllmConfig, tokenizer: Any) -> ResolvedFormat | None:
         )
         return None
     return resolve(found.definition, tokenizer)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the text of an error, and of its cause if it does not repeat it."""
+    text = str(error) or type(error).__name__
+    cause = error.__cause__
+    if cause is not None and str(cause) not in text:
+        text = f"{text.rstrip('. ')}: {cause}"
+    return text
 
 
 def _check_bad_words(params: SamplingParams) -> None:

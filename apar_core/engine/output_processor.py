@@ -24,6 +24,7 @@ from apar_core.engine.thread_tags import Decoder, ThreadTags
 from apar_core.fork_parameters import ForkParameters, may_be_held
 from apar_core.formats.blocks import block_rules
 from apar_core.journal import Journal
+from apar_core.scheduler.constraints import constraint_error, failed_constraint
 from apar_core.scheduler.held_outputs import interval_under_load
 from apar_core.scheduler.thread_requests import forget_journal
 from apar_core.tree.paragraph import ParagraphTree
@@ -162,6 +163,9 @@ class ForkOutputProcessor(OutputProcessor):
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """As in vLLM, after joining the outputs of threads into those of their requests."""
+        for output in engine_core_outputs:
+            if output.finish_reason == FinishReason.ERROR:
+                self._explain(output)
         for output in engine_core_outputs if self._plain else ():
             if (follower := self._plain.get(output.request_id)) is not None:
                 follower.add(output)
@@ -178,6 +182,18 @@ class ForkOutputProcessor(OutputProcessor):
         if self._tagged:
             self._show_updates(engine_core_outputs)
         return processed
+
+    def _explain(self, output: EngineCoreOutput) -> None:
+        """Raise the reason where the request's outputs are read, if its constraint failed."""
+        state = self.request_states.get(output.request_id)
+        reason = failed_constraint(output)
+        if state is None or state.queue is None or reason is None:
+            return
+        # Imported here: the offline engine has no queues.
+        from apar_core.vllm_names import InputStreamError
+
+        # The error for which vLLM also aborts the other choices of the request.
+        state.queue.put(InputStreamError(constraint_error(reason)))
 
     def end(self, request_id: str) -> list[str]:
         """End a client's request with finish reason "length" and all that its threads have written.

@@ -31,6 +31,7 @@ from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import OpenBlock
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
+from apar_core.scheduler.constraints import FailedConstraints
 from apar_core.scheduler.core_state import install_core_state
 from apar_core.scheduler.family_reads import FamilyReads
 from apar_core.scheduler.fork_admission import ForkAdmission
@@ -86,6 +87,7 @@ class ForkMixin(Scheduler):
         super().__init__(vllm_config, *args, **kwargs)
         install_core_state()
         self.threads: ThreadTable[Request] = ThreadTable()
+        self.failed_constraints = FailedConstraints(self.structured_output_manager)
         self.block_sharing = BlockSharing(
             self.kv_cache_manager,
             lambda: len(self.running),
@@ -222,8 +224,14 @@ class ForkMixin(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """As in vLLM, with an output for each thread that a limit ended; starts waiting forks."""
         self.joins.step_ends(scheduler_output)
+        self.failed_constraints.not_compiled(
+            self.requests[request_id]
+            for request_id in self.grammar_compile_error_reqs & self.requests.keys()
+        )
         self._in_step = self.held.enabled
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for each in outputs.values():
+            self.failed_constraints.explain(each.outputs)
         self._in_step = False
         for group in self._exhausted:
             ended = self._close(group)

@@ -3,8 +3,7 @@
 A request may contain `"apar": {"enabled": bool, "max_threads": int}`. It is checked here and
 reaches the engine as `vllm_xargs`, which vLLM copies to `SamplingParams.extra_args`. The answer
 gets an `apar` object with the request's thread statistics, next to `usage` or, in a stream, in the
-usage chunk. With `"stream": "threads"`, every chunk gets one that says what each thread wrote. Ids
-of control tokens are refused in all fields, because only the engine may place them.
+usage chunk. With `"stream": "threads"`, every chunk gets one that says what each thread wrote.
 
 A response of the Responses API has the object in itself, also at the end of a stream; a stream of
 Anthropic's messages has it in `message_delta`, beside `usage`. What threads wrote travels with
@@ -16,7 +15,6 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,9 +38,14 @@ from deployments.wire.routes import OPENAI_SHAPE, ROUTES, AnswerForm, Route
 MAX_REPLAY_TOKENS = 2**17
 MAX_REPLAY_THREADS = 2**12
 _INTERNAL_PREFIX = "apar"
-_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "logit_bias", "prompt")
 # Disaggregated serving is not supported, and its parameters may contain a prompt's token ids.
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
+# vLLM reads these before it checks their types.
+_FIELD_TYPES: Mapping[str, tuple[type, str]] = {
+    "messages": (list, "a list of messages"),
+    "tools": (list, "a list of tools"),
+    "structured_outputs": (dict, "an object"),
+}
 _USAGE_CHUNK = b'"choices":[]'
 _CHUNK, _CHUNK_END = b"data: {", b"}\n\n"
 _NAMED = b"event: "
@@ -161,42 +164,16 @@ def check_stream(body: Mapping[str, Any], options: AparOptions) -> None:
         raise RequestError("`apar.stream` is impossible in a beam search", param="apar.stream")
 
 
-def _token_ids(value: object, *, texts: bool) -> Iterable[int]:
-    """Yield all token ids in a value, which is parsed as leniently as vLLM does.
-
-    With `texts`, strings are texts and not ids, as in a list of prompts.
-    """
-    # A list may be nested more deeply than Python's stack.
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, list):
-            pending += item
-        elif isinstance(item, int | float) or (isinstance(item, str) and not texts):
-            with suppress(ValueError, OverflowError):
-                yield int(item)
-
-
-def refuse_control_tokens(
-    body: Mapping[str, Any],
-    control_token_ids: frozenset[int],
-    id_fields: Iterable[str] = _ID_FIELDS,
-) -> None:
-    """Raise RequestError if the request names a control token by its id in one of the fields."""
+def check_fields(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for a field that is not supported, or of a type that vLLM fails on."""
     for field in REFUSED_FIELDS:
         if body.get(field) is not None:
             raise RequestError(f"`{field}` is not supported", param=field)
-    named = {}
-    for field in id_fields:
+    for field, (kind, name) in _FIELD_TYPES.items():
         value = body.get(field)
-        # A bias is an object of ids; strings among prompts are texts.
-        value = list(value) if isinstance(value, dict) else value
-        named[field] = _token_ids(value, texts=field == "prompt")
-    for field, ids in named.items():
-        if found := control_token_ids.intersection(ids):
+        if value is not None and not isinstance(value, kind):
             raise RequestError(
-                f"`{field}` holds the control token id {min(found)}; only the model may fork",
-                param=field,
+                f"`{field}` must be {name}, got {json.dumps(value)[:40]}", param=field
             )
 
 
@@ -245,7 +222,7 @@ def translate(
     for field, reason in route.refused.items():
         if body.get(field):
             raise RequestError(f"`{field}` is not supported: {reason}", param=field)
-    refuse_control_tokens(body, control_token_ids, route.id_fields)
+    check_fields(body)
     refuse_huge_numbers(body)
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict):

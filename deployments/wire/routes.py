@@ -4,8 +4,7 @@ Gateway, relay, replica and the OpenAPI description read this table. vLLM's othe
 relayed: they take token ids or control the engine.
 
 Whatever its shape, a prompt that comes as text is tokenized by vLLM, and the engine's input
-processor spells control tokens out. `id_fields` are the fields through which token ids could come;
-they are checked for control tokens in the replica.
+processor spells control tokens out. It also refuses their ids in prompts and parameters.
 """
 
 from collections.abc import Mapping
@@ -57,7 +56,6 @@ class Route:
     engine_id: str | None = None
     forks: bool = False
     form: AnswerForm = AnswerForm.CHUNKS
-    id_fields: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -87,19 +85,14 @@ _SCORING = BodyShape(
     texts=("instruction",),
     prompts=("queries", "query", "documents", "items", "text_1", "text_2", "data_1", "data_2"),
 )
-_SAMPLING_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _NOT_STORED = "responses are not stored; send the earlier items in `input`"
 _SCORE = Route("POST", _SCORING, "score-{}")
 
 MODELS_PATH = "/v1/models"
 OPENAPI_PATH = "/openapi.json"
 ROUTES: Mapping[str, Route] = {
-    "/v1/chat/completions": Route(
-        "POST", OPENAI_SHAPE, "chatcmpl-{}", forks=True, id_fields=_SAMPLING_IDS
-    ),
-    "/v1/completions": Route(
-        "POST", OPENAI_SHAPE, "cmpl-{}", forks=True, id_fields=(*_SAMPLING_IDS, "prompt")
-    ),
+    "/v1/chat/completions": Route("POST", OPENAI_SHAPE, "chatcmpl-{}", forks=True),
+    "/v1/completions": Route("POST", OPENAI_SHAPE, "cmpl-{}", forks=True),
     "/v1/responses": Route(
         "POST",
         _RESPONSES,
@@ -107,7 +100,6 @@ ROUTES: Mapping[str, Route] = {
         "resp_{}_0",
         forks=True,
         form=AnswerForm.RESPONSES,
-        id_fields=_SAMPLING_IDS,
         refused={
             "store": _NOT_STORED,
             "background": _NOT_STORED,
@@ -122,7 +114,6 @@ ROUTES: Mapping[str, Route] = {
         "chatcmpl-{}",
         forks=True,
         form=AnswerForm.MESSAGES,
-        id_fields=_SAMPLING_IDS,
     ),
     "/v1/messages/count_tokens": Route("POST", _MESSAGES, form=AnswerForm.MESSAGES),
     "/v1/embeddings": Route("POST", _POOLING, "embd-{}"),

@@ -22,6 +22,7 @@ from vllm import envs
 from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -33,6 +34,7 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.model_executor.layers.attention import Attention
 from vllm.outputs import RequestOutput
@@ -99,6 +101,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import block_table as v1_block_table
 from vllm.v1.worker.gpu import block_table as v2_block_table
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -122,6 +125,7 @@ from apar_core.vllm_names import (
     make_arg_parser,
     vllm_version,
 )
+from deployments.replica.stream_start import HANDLERS
 
 VERSION = ".".join(vllm_version().split(".")[:2])
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,6 +255,16 @@ SIGNATURES = (
     ),
     Signature(InputProcessor.__init__, "self, vllm_config, ...", "finds the control tokens"),
     Signature(
+        InputProcessor._validate_params,
+        "self, params, supported_tasks",
+        "what fails here is the request's fault",
+    ),
+    Signature(
+        StructuredOutputManager.accept_tokens,
+        "self, request, new_token_ids",
+        "replaced on the instance: notes dead ends of grammars",
+    ),
+    Signature(
         InputProcessor.process_inputs,
         "self, request_id, prompt, params, ...",
         "cleans the prompt and writes the fork parameters",
@@ -379,8 +393,10 @@ ATTRIBUTES = (
     Attributes(
         Scheduler,
         "requests running kv_cache_manager max_model_len scheduler_config max_num_running_reqs "
-        "finished_req_ids_dict pause_state kv_holding_waiting",
-        "live threads, their blocks, room for a child's tokens, ends reported to clients, pauses",
+        "finished_req_ids_dict pause_state kv_holding_waiting grammar_compile_error_reqs "
+        "structured_output_manager",
+        "live threads, their blocks, room for a child's tokens, ends reported to clients, pauses, "
+        "constraints that fail",
     ),
     Attributes(KVCacheManager, "block_pool coordinator", "the pool whose blocks are shared"),
     Attributes(KVCacheCoordinator, "single_type_managers", "one per attention type"),
@@ -974,6 +990,22 @@ def test_the_http_application_can_be_built_around_an_engine() -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     assert hasattr(args, "scheduler_cls")
     assert hasattr(args, "kv_cache_memory_bytes")
+
+
+@pytest.mark.parametrize(
+    ("serving", "method"),
+    [
+        (OpenAIServingChat, HANDLERS["openai_serving_chat"]),
+        (OpenAIServingCompletion, HANDLERS["openai_serving_completion"]),
+        (OpenAIServingResponses, HANDLERS["openai_serving_responses"]),
+        (AnthropicServingMessages, HANDLERS["anthropic_serving_messages"]),
+    ],
+)
+def test_streams_can_be_started_with_their_first_output(serving: Any, method: str) -> None:
+    assert inspect.iscoroutinefunction(getattr(serving, method))
+    assert {"message", "err_type", "status_code", "param"} <= set(
+        inspect.signature(serving.create_error_response).parameters
+    )
 
 
 def test_requests_accept_vllm_xargs_and_a_request_id() -> None:

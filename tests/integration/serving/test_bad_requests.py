@@ -1,6 +1,8 @@
 """Invalid requests get the right status and an OpenAI error body."""
 
+import json
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import pytest
@@ -55,6 +57,80 @@ def test_a_wrong_field_is_named(
     assert error_of(answer)["param"] == param
 
 
+BAD_SCHEMA = {"type": "json_schema", "name": "s", "schema": {"$ref": "#"}}
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+QUESTIONS: dict[str, dict[str, Any]] = {
+    CHAT: HI,
+    TEXT: {"prompt": "hi"},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: HI | {"model": "apar-tiny", "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        (TEXT, {"logprobs": 21}, "logprobs"),
+        *((path, {"logit_bias": {"999999": 1}}, "logit_bias") for path in (CHAT, TEXT, RESPONSES)),
+        *((path, {"stop_token_ids": [-1]}, "stop_token_ids") for path in (CHAT, TEXT, RESPONSES)),
+        (CHAT, {"structured_outputs": {"regex": "(["}}, "structured_outputs"),
+        (RESPONSES, {"text": {"format": BAD_SCHEMA}}, "structured_outputs"),
+        (MESSAGES, {"output_config": {"format": BAD_SCHEMA}}, "structured_outputs"),
+    ],
+)
+def test_an_error_before_the_first_token_of_a_stream_keeps_its_status(
+    server: Server, path: str, fields: dict[str, Any], param: str
+) -> None:
+    whole, streamed = (
+        server.post(path, json=QUESTIONS[path] | fields | {"stream": stream})
+        for stream in (False, True)
+    )
+
+    assert (whole.status_code, streamed.status_code) == (400, 400)
+    assert streamed.json() == whole.json()
+    if path != MESSAGES:
+        assert error_of(streamed)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        ({"regex": r"\p{L}"}, "Unicode character class"),
+        ({"json": {"type": "array", "items": [{"type": "string"}]}}, "items must be"),
+        ({"json": {"$ref": "#"}}, "allows no text"),
+        ({"grammar": "root ::= root"}, "allows no text"),
+        ({"grammar": 'root ::= "a" b\nb ::= b'}, "allows no text"),
+        ([], "must be an object"),
+    ],
+)
+def test_a_constraint_that_cannot_be_used_is_refused_with_the_reason(
+    server: Server, constraint: object, reason: str
+) -> None:
+    answer = server.post(CHAT, json=HI | {"structured_outputs": constraint, "n": 2})
+
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert reason in error["message"]
+    assert error["param"] == "structured_outputs"
+
+
+def test_a_constraint_at_a_dead_end_ends_a_stream_with_the_reason(server: Server) -> None:
+    constraint = {"grammar": 'root ::= "a" b\nb ::= b'}
+
+    answer = server.post(CHAT, json=HI | {"structured_outputs": constraint, "stream": True})
+
+    *_, error, done = answer.text.strip().split("\n\n")
+    assert answer.status_code == 200
+    assert json.loads(error.removeprefix("data: "))["error"] == {
+        "message": ANY,
+        "type": "invalid_request_error",
+        "param": "structured_outputs",
+        "code": None,
+    }
+    assert done == "data: [DONE]"
+
+
 @pytest.mark.parametrize("body", [b"{bad", b"[1]", b"", b"\xff", b"[" * 10_000])
 def test_a_body_that_is_no_json_object_is_refused(server: Server, body: bytes) -> None:
     answer = server.post(CHAT, content=body)
@@ -92,6 +168,17 @@ def test_control_tokens_named_by_id_are_refused(server: Server, field: str) -> N
     value: Any = {str(ids[0]): 100.0} if field == "logit_bias" else ids
 
     answer = server.post(TEXT, json={"prompt": "hi", field: value})
+
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == field
+    assert "[Fork]" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+def test_control_tokens_are_refused_as_pydantic_reads_them(server: Server, field: str) -> None:
+    ids = [f"{each}.0" for each in control_ids(server)]
+
+    answer = server.post(TEXT, json={"prompt": "hi", field: ids})
 
     assert answer.status_code == 400
     assert error_of(answer)["param"] == field

@@ -11,9 +11,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
 from apar_core.engine.async_engine import SCHEDULER_CLS
@@ -111,6 +112,10 @@ def processed(
     return processor.process_inputs(request_id, "Hi", params, ("generate",), priority=-5)
 
 
+def constrained(**constraint: Any) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+
+
 def parameters_of(request: EngineCoreRequest) -> ForkParameters:
     assert request.sampling_params is not None
     parameters = ForkParameters.from_extra_args(request.sampling_params.extra_args)
@@ -138,6 +143,66 @@ def test_a_client_cannot_set_internal_arguments(
         processed(processor, SamplingParams(extra_args={"mine": 1, name: value}))
 
     assert raised.value.parameter == f"vllm_xargs.{name}"
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("spelled", ["{}", "{}.0", " {} "])
+def test_control_tokens_are_refused_as_pydantic_reads_them(
+    processor: ForkInputProcessor, field: str, spelled: str
+) -> None:
+    assert processor.format is not None
+    texts = [spelled.format(each) for each in processor.format.texts]
+    given = {"logit_bias": dict.fromkeys(texts, 5)}.get(field, texts)
+    try:
+        request = CompletionRequest.model_validate({"prompt": "Hi", field: given})
+        params = request.to_sampling_params(50, {})
+    except (ValueError, VLLMValidationError):
+        return  # Not a number.
+
+    with pytest.raises(VLLMValidationError, match=r"\[Fork\]") as raised:
+        processed(processor, params)
+
+    assert raised.value.parameter == field
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter", "reason"),
+    [
+        (constrained(regex=r"\p{L}+"), "structured_outputs", "Unicode character class"),
+        (
+            constrained(json={"items": [{"type": "string"}], "type": "array"}),
+            "structured_outputs",
+            "items",
+        ),
+        (
+            constrained(json={"type": "integer", "multipleOf": 3}),
+            "structured_outputs",
+            "not supported",
+        ),
+        (constrained(grammar='start ::= "a"'), "structured_outputs", "root rule"),
+        (SamplingParams(seed=2**63), "seed", "out of range"),
+    ],
+)
+def test_what_the_engine_could_not_use_is_refused_with_the_reason(
+    processor: ForkInputProcessor, params: SamplingParams, parameter: str, reason: str
+) -> None:
+    with pytest.raises(VLLMValidationError, match=reason) as raised:
+        processed(processor, params)
+
+    assert raised.value.parameter == parameter
+    assert "/project" not in str(raised.value)
+
+
+def test_any_failure_of_a_check_is_the_requests_fault(
+    processor: ForkInputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(SamplingParams, "verify", fail)
+
+    with pytest.raises(VLLMValidationError, match="no such thing"):
+        processed(processor, SamplingParams())
 
 
 def test_a_clients_arguments_are_read_or_passed_on(
