@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     )
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath as LoRAModulePath
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as ResponsesRequest
+    from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest as DetokenizeRequest
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest as TokenizeChatRequest
+    from vllm.entrypoints.serve.tokenize.protocol import (
+        TokenizeCompletionRequest as TokenizeCompletionRequest,
+    )
     from vllm.model_executor.layers.attention import Attention as Attention
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -154,6 +160,8 @@ NAMES = {
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
     "vllm.entrypoints.openai.models.protocol": "LoRAModulePath",
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
+    "vllm.entrypoints.serve.tokenize.protocol": "DetokenizeRequest TokenizeChatRequest "
+    "TokenizeCompletionRequest",
     "vllm.model_executor.layers.attention": "Attention",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     "vllm.tokenizers": "cached_tokenizer_from_config get_tokenizer",
@@ -266,6 +274,30 @@ def patch_processors(input_processor: type, output_processor: type) -> None:
         names = vars(import_module(engine))
         names["InputProcessor"] = input_processor
         names["OutputProcessor"] = output_processor
+
+
+_BOUNDED = "_apar_bounds_truncated_texts"
+
+
+def bound_truncated_texts() -> None:
+    """Cut a text to what the context can hold before it is tokenized, if it will be truncated.
+
+    vLLM 0.32 does so only if the request says from which side. May be called more than once.
+    """
+    owner: Any = import_module("vllm.renderers.params").TokenizeParams
+    check = owner._text_len_check
+    if hasattr(check, _BOUNDED):
+        return
+
+    def bounded(self: Any, tokenizer: Any, text: str) -> str:
+        truncates = self.truncate_prompt_tokens is not None and self.truncation_side is None
+        side = getattr(tokenizer, "truncation_side", None) if truncates else None
+        checking = self if side is None else replace(self, truncation_side=side)
+        checked: str = check(checking, tokenizer, text)
+        return checked
+
+    setattr(bounded, _BOUNDED, True)
+    owner._text_len_check = bounded
 
 
 def replace_next_rejection_sampler(build: Callable[..., Any]) -> None:

@@ -48,9 +48,9 @@ class LimitsConfig(BaseModel):
     )
     max_held_body_bytes: PositiveInt | None = Field(
         None,
-        description="Limit on the request bodies that a gateway holds at once (bytes); a request "
-        "over it gets a 503. One key may hold as many bytes as are free, so alone at most half. "
-        "By default 16 times `max_body_bytes`.",
+        description="Limit on the bodies of requests and whole answers that a gateway holds at "
+        "once (bytes); a request over it gets a 503. One key may hold as many bytes as are free, "
+        "so alone at most half. By default 16 times `max_body_bytes`.",
     )
     max_prompt_chars: PositiveInt | None = Field(
         None,

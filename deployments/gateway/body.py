@@ -55,7 +55,7 @@ _UNCONTINUED_FIELDS = (
 
 
 class BodyBudget:
-    """Bytes of bodies that a gateway may hold for all its requests together.
+    """Bytes of requests and whole answers that a gateway may hold for all its requests together.
 
     A key may hold as much as is still free, so that none takes what the others need: one key alone
     gets half, two keys get a third each. Callers without a key share everything. Source: Choudhury
@@ -89,8 +89,8 @@ class BodyBudget:
         if own + num_bytes > self.max_bytes - num_held_bytes:
             whose = "" if key is None else f", those of key {key} {own}"
             raise CapacityError(
-                f"The bodies of all requests take {num_held_bytes} of {self.max_bytes} bytes"
-                f"{whose}; please try again.",
+                f"The bodies of all requests and answers take {num_held_bytes} of "
+                f"{self.max_bytes} bytes{whose}; please try again.",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._held_bytes[key] += num_bytes

@@ -306,7 +306,9 @@ class Gateway:
             if terms.deadlines is not None:
                 request = replace(request, hint=_hurried(request.hint, terms.deadlines))
             calls = exchange.calls(model.replicas, model.settings.deployment)
-            await relay_answer(calls, request, exchange.send, charge, self.retries, wait_s)
+            await relay_answer(
+                calls, request, exchange.send, charge, self.retries, wait_s, hold=held.add
+            )
         finally:
             charge.close()
             if tally is not None:

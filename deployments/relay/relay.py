@@ -16,6 +16,7 @@ from typing import Protocol
 
 from starlette.types import Send
 
+from apar_core.errors import CapacityError
 from apar_core.journal import Journal, JournalBook
 from cluster.config.retries import (
     FIRST_PAUSE_S,
@@ -148,10 +149,13 @@ async def relay_answer(
     observer: AnswerObserver,
     retries: Retries,
     wait_s: float | None = None,
+    hold: Callable[[int], None] | None = None,
 ) -> None:
     """Call a replica and send its answer to the client, or the reason why there is none.
 
-    A replica must accept the request within `wait_s`, by default `retries.replica_wait_s`.
+    A replica must accept the request within `wait_s`, by default `retries.replica_wait_s`. `hold`
+    is called with the bytes of a whole answer, which is kept until the client has read it; it may
+    raise CapacityError.
     """
     deadlines = request.terms.deadlines
     wait_s = wait_s or retries.config.replica_wait_s
@@ -167,6 +171,8 @@ async def relay_answer(
             else:
                 await stream.run(replicas)
         if stream is None:
+            if hold is not None:
+                hold(len(answer.body))
             await send_whole(send, answer, form_of(request.path))
     except Exception as error:  # noqa: BLE001  # boundary: the error is logged and answered
         failure = _logged_answer(error, request).in_form(form_of(request.path))
@@ -210,7 +216,7 @@ def _logged_answer(error: Exception, request: RelayedRequest) -> ErrorAnswer:
             reason = "no replica accepted it in time"
         logger.warning("deadline missed", extra=facts | {"reason": reason})
         return answer_for(DeadlineError(deadlines.first[0], reason))
-    if isinstance(error, BodyTooLargeError):
+    if isinstance(error, BodyTooLargeError | CapacityError):
         return answer_for(error)
     if isinstance(error, ReplicaLostError):
         logger.warning("replica lost under a request", extra=facts | {"reason": str(error)})

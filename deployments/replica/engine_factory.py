@@ -4,7 +4,7 @@ import functools
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -21,12 +21,16 @@ from apar_core.engine.input_processor import forks
 from apar_core.errors import CheckpointError
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
 from apar_core.vllm_names import (
+    DetokenizeRequest,
     FlexibleArgumentParser,
     LoRAModulePath,
     MaxLoRARanks,
     PrometheusStatLogger,
     ResponsesRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
     UsageContext,
+    bound_truncated_texts,
     build_app,
     init_app_state,
     make_arg_parser,
@@ -39,7 +43,7 @@ from deployments.wire.routes import MODELS_PATH, OPENAPI_PATH, ROUTES, form_of
 
 logger = logging.getLogger(__name__)
 
-_AS_CHATS = "_apar_tokenizes_as_chats"
+_CHANGED = "_apar_changes_tokenization"
 
 _UNUSED_MIDDLEWARE = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
 
@@ -127,6 +131,7 @@ async def build_http_application(engine: AparAsyncLLM, args: Namespace) -> FastA
     """Build vLLM's OpenAI server on top of the engine, to be called in process."""
     tasks = await engine.get_supported_tasks()
     tokenize_responses_as_chats()
+    bound_tokenization()
     app = build_app(args, tasks, engine.model_config)
     remove_unused_middleware(app)
     await init_app_state(engine, app.state, args, tasks)
@@ -147,16 +152,36 @@ def tokenize_responses_as_chats() -> None:
     The chat template has written them. vLLM 0.32 adds them once more, so that a prompt begins with
     two tokens of the beginning, and the texts of both APIs differ.
     """
-    original: Any = ResponsesRequest.build_tok_params
-    if hasattr(original, _AS_CHATS):
+    _change_tokenization(
+        ResponsesRequest, lambda params, _: replace(params, add_special_tokens=False)
+    )
+
+
+def bound_tokenization() -> None:
+    """Refuse texts, before they are tokenized, that exceed what the model's context can hold.
+
+    vLLM does so for prompts. Tokens take a hundred times the memory of their text.
+    """
+    bound_truncated_texts()
+    for request_class in (TokenizeCompletionRequest, TokenizeChatRequest, DetokenizeRequest):
+        _change_tokenization(
+            request_class,
+            lambda params, config: replace(params, max_total_tokens=config.max_model_len),
+        )
+
+
+def _change_tokenization(request_class: Any, change: Callable[[Any, Any], Any]) -> None:
+    """Change how a class of requests is tokenized; may be called more than once."""
+    original: Any = request_class.build_tok_params
+    if hasattr(original, _CHANGED):
         return
 
     @functools.wraps(original)
-    def build_tok_params(self: Any, *args: Any) -> Any:
-        return replace(original(self, *args), add_special_tokens=False)
+    def build_tok_params(self: Any, model_config: Any) -> Any:
+        return change(original(self, model_config), model_config)
 
-    setattr(build_tok_params, _AS_CHATS, True)
-    setattr(ResponsesRequest, original.__name__, build_tok_params)
+    setattr(build_tok_params, _CHANGED, True)
+    setattr(request_class, original.__name__, build_tok_params)
 
 
 def add_cards(app: FastAPI, engine: AparAsyncLLM) -> None:

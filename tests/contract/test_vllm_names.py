@@ -36,8 +36,14 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.outputs import RequestOutput
+from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import SamplingParams
 from vllm.utils import random_uuid
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -286,6 +292,15 @@ SIGNATURES = (
         ResponsesRequest.to_sampling_params,
         "self, default_max_tokens, default_sampling_params=None",
         "wrapped: a response with tools does not fork",
+    ),
+    Signature(
+        TokenizeParams._text_len_check,
+        "self, tokenizer, text",
+        "wrapped: a text that will be truncated is cut before it is tokenized",
+    ),
+    *(
+        Signature(request.build_tok_params, "self, model_config", "wrapped: bounds the text")
+        for request in (TokenizeCompletionRequest, TokenizeChatRequest, DetokenizeRequest)
     ),
     Signature(EngineArgs.create_engine_config, "self, ...", "wrapped: adds the logits processor"),
     # Logits processors.

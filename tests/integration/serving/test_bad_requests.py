@@ -195,14 +195,36 @@ def test_a_prompt_larger_than_grpcs_default_limit_is_too_long_for_the_model(
     assert "maximum context length" in error_of(answer)["message"]
 
 
-def test_an_answer_larger_than_grpcs_default_limit_arrives(server: Server) -> None:
-    body = {"prompt": "a b c " * 2**18, "return_token_strs": True}
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "word " * 2**20}),
+        ("/tokenize", {"prompt": "a " * 4000, "return_token_strs": True}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "word " * 2**20}]}),
+        ("/detokenize", {"tokens": [5] * 4000}),
+    ],
+)
+def test_what_exceeds_the_context_is_not_tokenized(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    answer = server.post(path, json=body)
 
-    answer = server.post("/tokenize", json=body)
+    assert answer.status_code == 400
+    assert "maximum context length" in error_of(answer)["message"]
 
-    assert answer.status_code == 200
-    assert len(answer.content) > 2**22
-    assert len(answer.json()["tokens"]) == answer.json()["count"]
+
+def test_a_text_to_be_truncated_may_exceed_the_context(server: Server) -> None:
+    long, short = (
+        server.post(
+            TEXT,
+            json={"prompt": "word " * num_words, "truncate_prompt_tokens": 8, "max_tokens": 4}
+            | {"temperature": 0},
+        ).json()
+        for num_words in (2**20, 100)
+    )
+
+    assert long["usage"] == short["usage"]
+    assert long["choices"][0]["text"] == short["choices"][0]["text"]
 
 
 def test_a_client_cannot_set_ray_serves_timeout(server: Server) -> None:

@@ -318,3 +318,29 @@ async def test_a_description_is_asked_of_a_running_model() -> None:
     assert (await client(asleep, awake).get("/version")).status_code == 200
 
     assert (len(asleep.requests), len(awake.requests)) == (0, 1)
+
+
+async def test_a_whole_answer_counts_in_the_budget_until_the_client_has_it() -> None:
+    large = FakeReplicas(AnswerStart(200, JSON, b"x" * 2500))
+    gateway = gateway_of(large, limits=LimitsConfig(max_body_bytes=1000, max_held_body_bytes=4000))
+    reading = asyncio.Event()
+
+    async def slow(message: Message) -> None:
+        reading.set()
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": []}
+    first = asyncio.create_task(gateway(scope, receive, slow))
+    await reading.wait()
+
+    async with client_of(gateway) as http:
+        refused = await http.post(CHAT, json={"prompt": "x"})
+        first.cancel()
+        await asyncio.wait([first])
+        served = await http.post(CHAT, json={"prompt": "x"})
+
+    assert (refused.status_code, served.status_code) == (503, 200)
+    assert "requests and answers take" in refused.json()["error"]["message"]
