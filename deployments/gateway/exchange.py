@@ -161,7 +161,8 @@ class Exchange:
 class Charge:
     """Charges a request's tokens to its key's queue, rates and usage; observes the answer.
 
-    Queue and rates were charged with an estimate of the prompt's length, which the end corrects.
+    All were charged with an estimate of the prompt's length. It stands until the replica reports
+    the true length, and for good if the client leaves before that.
     """
 
     def __init__(
@@ -181,8 +182,15 @@ class Charge:
         self._record = record
         self.end: AnswerEnd | None = None
 
-    def progress(self, num_tokens: int) -> None:
-        """Charge generated tokens."""
+    def progress(self, num_tokens: int, prompt_tokens: int) -> None:
+        """Charge generated tokens, and those of the prompts."""
+        # On another replica, or with several prompts, the count begins anew or comes in parts.
+        if prompt_tokens > (self._record.prompt_tokens or 0):
+            self._record.prompt_tokens = prompt_tokens
+            self._charge_prompt(prompt_tokens)
+            self._ticket.charge_prompt(prompt_tokens)
+        if not num_tokens:
+            return
         self._ticket.charge(num_tokens)
         self._record.generated_tokens += num_tokens
         if self._tally is not None:
@@ -203,7 +211,8 @@ class Charge:
                 end = AnswerEnd()  # Refused before it reached the engine.
             else:
                 # Refund the prompt: the request was lost with its replica before any token.
-                self._use_tokens(-self._prompt_tokens)
+                record.prompt_tokens = None
+                self._charge_prompt(0)
         self.end = end
         if end is None:
             return
@@ -213,7 +222,8 @@ class Charge:
         self._ticket.charge_prompt(end.prompt_tokens)
         if self._tally is not None:
             self._tally.generated(unpaid)
-        self._use_tokens(unpaid + end.prompt_tokens - self._prompt_tokens)
+        self._use_tokens(unpaid)
+        self._charge_prompt(end.prompt_tokens)
         record.take_end(end)
 
     def close(self) -> None:
@@ -224,9 +234,18 @@ class Charge:
             if self._rates is not None:
                 self._rates.refund(self._admission)
             return
+        if record.prompt_tokens is None and self._prompt_tokens:
+            record.prompt_tokens = self._prompt_tokens
         # A stream reports its tokens as they come, even if its client leaves.
         reported = record.stream and record.generated_tokens > 0
         self._ticket.leave(cost_is_known=reported or self.end is not None)
+
+    def _charge_prompt(self, num_tokens: int) -> None:
+        """Charge the prompt's tokens to rates and budgets, instead of those charged before."""
+        self._use_tokens(num_tokens - self._prompt_tokens)
+        if self._tally is not None:
+            self._tally.prompt(num_tokens)
+        self._prompt_tokens = num_tokens
 
     def _use_tokens(self, num: int) -> None:
         if self._rates is not None:

@@ -1,9 +1,9 @@
 """What the keys use, counted in memory and written to the store in batches; and their budgets.
 
 A budget counts what is stored, what this gateway has not stored yet, and the prompts of requests
-that run here. Other gateways see it with their next look at the store. If the store fails, usage is
-kept and written later, and budgets count what is known: an outage of the store must not become one
-of the cluster.
+that run here: an estimate of their tokens until the replica has counted them. Other gateways see it
+with their next look at the store. If the store fails, usage is kept and written later, and budgets
+count what is known: an outage of the store must not become one of the cluster.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class Ledger:
         # Being written; kept until it is, so that a batch has one id for all its attempts.
         self._batch: Batch | None = None
         self._known: dict[str, _Known] = {}
-        # Estimated prompt tokens of running requests, by key.
+        # Prompt tokens of running requests, by key.
         self._reserved: Counter[str] = Counter()
         # Between a write and the update of what is known, a read would count twice.
         self._lock = asyncio.Lock()
@@ -263,6 +263,11 @@ class Tally:
         self._ledger.add(self._begun_in, Usage(requests=-1))
         self._model, self._begun_in = model, self._begun_in._replace(model=model)
         self._ledger.add(self._begun_in, Usage(requests=1))
+
+    def prompt(self, num_tokens: int) -> None:
+        """Count this number of prompt tokens while the request runs, instead of the last one."""
+        self._ledger._reserve(self._key, num_tokens - self._reserved)
+        self._reserved = num_tokens
 
     def generated(self, num_tokens: int) -> None:
         """Count generated tokens."""

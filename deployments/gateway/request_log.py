@@ -26,7 +26,8 @@ class RequestRecord:
     and `total_s` count from the request's arrival. `longest_gap_s` is the longest time between two
     chunks of a stream. `replica_s` and, within it, `engine_s` are the
     seconds at the last replica and in its engine. `generated_tokens` counts the tokens of all
-    threads; if the final cost is unknown, those reported so far. `retries` counts lost replicas.
+    threads; if the final cost is unknown, those reported so far. `prompt_tokens` is the gateway's
+    estimate if the request ended before a replica reported them. `retries` counts lost replicas.
     `replica` finished the answer. `cancelled` is set if the client left or the server shut down
     before the end. `trace_id` is the id of the request's OpenTelemetry trace.
     """

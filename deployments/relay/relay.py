@@ -17,7 +17,7 @@ from typing import Protocol
 from starlette.types import Send
 
 from apar_core.errors import CapacityError
-from apar_core.journal import Journal, JournalBook
+from apar_core.journal import JournalBook
 from cluster.config.retries import (
     FIRST_PAUSE_S,
     MAX_DEATHS,
@@ -51,8 +51,10 @@ _HOP_HEADERS = (b"content-length", b"connection", b"transfer-encoding", b"date",
 _DEADLINE_GRACE_S = 2.0
 
 AnswerStream = AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]
-Progress = Callable[[int], None]
-"""Called with the number of tokens that a request has generated since the last call."""
+Progress = Callable[[int, int], None]
+"""Called with the tokens that a request has generated since the last call, and with the tokens of
+its prompts that the engine has so far.
+"""
 
 
 class ReplicaCalls(Protocol):
@@ -93,11 +95,12 @@ class ModelReplicas(ReplicaCalls, Protocol):
 class AnswerObserver(Protocol):
     """Receives the progress, retries and cost of one answer."""
 
-    def progress(self, num_tokens: int) -> None:
+    def progress(self, num_tokens: int, prompt_tokens: int) -> None:
         """Count tokens that all threads of the request have generated since the last call.
 
         A stream reports with each piece, a whole answer now and then and at its end. Tokens that
-        are generated again after the loss of a replica count once.
+        are generated again after the loss of a replica count once. `prompt_tokens` are those of all
+        prompts that the engine has so far; 0 while it has none.
         """
 
     def retried(self, *, continued: bool) -> None:
@@ -232,19 +235,19 @@ async def _whole(
     attempts = retries.attempts()
     num_reported = num_generated = 0
 
-    def progress(num_tokens: int) -> None:
+    def progress(num_tokens: int, prompt_tokens: int) -> None:
         """Report tokens that no earlier attempt has reported."""
         nonlocal num_reported, num_generated
         num_generated += num_tokens
-        if num_generated > num_reported:
-            observer.progress(num_generated - num_reported)
-            num_reported = num_generated
+        num_new = max(0, num_generated - num_reported)
+        num_reported += num_new
+        observer.progress(num_new, prompt_tokens)
 
     while True:
         num_generated = 0
         try:
             answer, end = await replicas.whole(request, progress)
-            progress(end.generated_tokens - num_generated)
+            progress(end.generated_tokens - num_generated, end.prompt_tokens)
             return answer, end
         except ReplicaLostError as error:
             await attempts.another(error)
@@ -313,10 +316,10 @@ class _StreamRelay:
                 {"type": "http.response.start", "status": start.status, "headers": headers}
             )
             self.begun = True
-        await self._forward(start.body, start.journal, start.num_tokens)
+        await self._forward(start)
         async for part in parts:
             if isinstance(part, Piece):
-                await self._forward(part.body, part.journal, part.num_tokens)
+                await self._forward(part)
             elif isinstance(part, AnswerEnd):
                 self.end = part
             else:
@@ -336,13 +339,12 @@ class _StreamRelay:
         form = form_of(self._request.path)
         await send_whole(self._send, AnswerStart(start.status, start.headers, body), form)
 
-    async def _forward(self, body: bytes, journal: Journal, num_tokens: int) -> None:
+    async def _forward(self, part: AnswerStart | Piece) -> None:
         # Before sending: the client must never have more text than the journal covers.
-        if journal:
-            self._journal.add(journal)
-        if num_tokens:
-            self._observer.progress(num_tokens)
-        events = normalised_events(self._stream.forward(body), form_of(self._request.path))
+        if part.journal:
+            self._journal.add(part.journal)
+        self._observer.progress(part.num_tokens, part.prompt_tokens)
+        events = normalised_events(self._stream.forward(part.body), form_of(self._request.path))
         if self._stream.ends_with(events):
             self._last, events = events, b""
         await self._send_piece(events)

@@ -96,18 +96,21 @@ async def joined(
     bodies: list[bytes] = []
     async with aclosing(parts):
         async for part in parts:
-            if isinstance(part, int):
-                if progress is not None:
-                    progress(part)
-            elif type(part) is tuple:
+            if type(part) is tuple:
                 # Over the handle, start and end are one part.
                 start, end = part
                 bodies.append(part[0].body)
             elif isinstance(part, AnswerEnd):
                 end = part
-            else:
-                start = start or part
+            elif isinstance(part, AnswerStart):
+                start = part
                 bodies.append(part.body)
+            elif start is not None:
+                bodies.append(part.body)
+            elif progress is not None:
+                # Replicas of an earlier version send numbers.
+                piece = Piece(b"", (), part) if isinstance(part, int) else part
+                progress(piece.num_tokens, piece.prompt_tokens)
     if start is None or end is None:
         raise TypeError("a whole answer must have a start and an end")
     return replace(start, body=b"".join(bodies)), end

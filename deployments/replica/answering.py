@@ -47,8 +47,8 @@ ENGINE_ANSWER_S = 25.0
 _MAX_UNANSWERED = 2
 # Period at which a request whose deadline has passed is ended again, until its answer has ended.
 _END_AGAIN_S = 0.05
-# Period of token counts while a whole answer is generated.
-PROGRESS_S = 2.0
+# Period of token counts of a whole answer. A client that leaves pays up to the last one.
+PROGRESS_S = 0.25
 
 
 class AnsweringEngine(Protocol):
@@ -136,11 +136,15 @@ class FollowedRequest:
             journal=self.follower.take_journal(),
             num_tokens=self.follower.take_num_tokens(),
             continuable=self.follower.continuable,
+            prompt_tokens=self.follower.prompt_tokens,
         )
 
     def piece(self, body: bytes) -> Piece:
         """Make a piece of the answer, with the tokens and journal since the last part."""
-        return Piece(body, self.follower.take_journal(), self.follower.take_num_tokens())
+        follower = self.follower
+        return Piece(
+            body, follower.take_journal(), follower.take_num_tokens(), follower.prompt_tokens
+        )
 
     def end(self) -> AnswerEnd:
         """Cost of the answer; without forks, one thread per choice.
@@ -329,21 +333,24 @@ class Answering:
         yield broken or followed.end_from(self._replica_id)
 
     async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
-        """Yield numbers of new tokens now and then, and last the whole answer with its cost."""
+        """Yield token counts now and then, and last the whole answer with its cost."""
         followed = self._follow(request)
+        reported = Piece(b"")
         answer = asyncio.create_task(self._joined(request, followed))
         try:
             while not (await asyncio.wait([answer], timeout=PROGRESS_S))[0]:
-                if num_tokens := followed.follower.take_num_tokens():
-                    yield num_tokens
+                piece = followed.piece(b"")
+                if piece.num_tokens or piece.prompt_tokens != reported.prompt_tokens:
+                    yield piece
+                reported = piece
             start = answer.result()
         finally:
             # If the client has left, the application receives a disconnect and cleans up.
             answer.cancel()
             await asyncio.wait([answer])
         broken = self._broken(followed)
-        if broken is not None and (num_tokens := followed.follower.take_num_tokens()):
-            yield num_tokens
+        if broken is not None:
+            yield followed.piece(b"")
         yield broken or (start, followed.end_from(self._replica_id))
 
     def _follow(self, request: RelayedRequest) -> FollowedRequest:

@@ -1,12 +1,12 @@
 """The parts in which an answer travels from a replica to the gateway.
 
 A streamed answer is one `AnswerStart`, any number of `Piece`s, and one `AnswerEnd`. A whole answer
-is any number of plain integers (tokens that all threads generated since the last one), then one
-pair of start and end. Either may end with `AnswerBroken` at any point if the replica cannot
-continue, or simply stop if the replica's process has died.
+is any number of `Piece`s without body, then one pair of start and end. Either may end with
+`AnswerBroken` at any point if the replica cannot continue, or simply stop if the replica's process
+has died.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from apar_core.journal import Journal, ThreadDelta
@@ -16,7 +16,7 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class AnswerStart:
-    """Status, headers and the first piece of the body, with that piece's tokens and journal.
+    """Status, headers and the first piece of the body, with the other facts of that piece.
 
     `continuable` says whether another replica can continue the answer from its journal.
     """
@@ -27,6 +27,11 @@ class AnswerStart:
     journal: Journal = ()
     num_tokens: int = 0
     continuable: bool = False
+    prompt_tokens: int = 0
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """Unpickle; replicas of an earlier version send fewer fields, those of a later one more."""
+        AnswerStart.__init__(self, *state[: len(fields(self))])
 
 
 class Piece(NamedTuple):
@@ -34,17 +39,19 @@ class Piece(NamedTuple):
 
     `journal` covers at least the text of all pieces so far; it is empty unless the request's terms
     ask for it. `num_tokens` counts the new tokens of all threads together (thread steps).
+    `prompt_tokens` counts all tokens of the prompts that the engine has so far.
     """
 
     body: bytes
     journal: Journal = ()
     num_tokens: int = 0
+    prompt_tokens: int = 0
 
     @classmethod
     def from_wire(cls, wire: tuple[Any, ...]) -> "Piece":
         """Return the piece with these fields."""
-        body, journal, num_tokens = wire
-        return cls(body, tuple(ThreadDelta(*delta) for delta in journal), num_tokens)
+        body, journal, *numbers = wire
+        return cls(body, tuple(ThreadDelta(*delta) for delta in journal), *numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +86,5 @@ def ends_answer(part: object) -> bool:
     return is_whole or isinstance(part, AnswerEnd | AnswerBroken)
 
 
-AnswerPart = int | AnswerStart | Piece | AnswerEnd | AnswerBroken
-WholeAnswer = int | tuple[AnswerStart, AnswerEnd] | AnswerBroken
+AnswerPart = AnswerStart | Piece | AnswerEnd | AnswerBroken
+WholeAnswer = Piece | tuple[AnswerStart, AnswerEnd] | AnswerBroken

@@ -81,7 +81,6 @@ def max_call_bytes(max_body_bytes: int) -> int:
 _MAX_BYTES: dict[type, int] = {
     Call: _MAX_LENGTH,
     Reply: 64,
-    int: 16,
     AnswerStart: _SLICE_BYTES + _JOURNAL_BYTES,
     Piece: _SLICE_BYTES + _JOURNAL_BYTES,
     AnswerEnd: 4096,

@@ -107,6 +107,16 @@ def test_a_stream_is_charged_and_logged_too(server: Server) -> None:
     assert line["generated_tokens"] >= chunks[-1].usage.completion_tokens > 1
 
 
+def test_a_client_that_leaves_a_stream_pays_for_its_prompt(server: Server) -> None:
+    client, fields = server.openai("plain"), {"stream": True, "max_tokens": 400}
+    whole = ask(client, LONG_PROMPT, max_tokens=1)
+
+    with ask(client, LONG_PROMPT, **fields, extra_headers={"x-request-id": "left"}) as stream:
+        next(iter(stream))
+
+    assert server.record("left")["prompt_tokens"] == whole.usage.prompt_tokens
+
+
 def test_a_key_over_its_request_rate_is_told_when_to_retry(server: Server) -> None:
     wait_for_a_new_minute()
     client = server.openai("few")

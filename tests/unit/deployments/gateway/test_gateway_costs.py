@@ -1,11 +1,14 @@
 """Charges for requests that were refused, cut or lost, and refusals at a key's own cap."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cluster.config.key_store import KeyStoreConfig
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
 from deployments.gateway.models import Model
@@ -133,6 +136,73 @@ async def test_the_cost_of_a_lost_answer_is_unknown_unless_it_was_streamed(
     assert await remaining(http) == ("7", tokens)
 
 
+class Endless(FakeReplicas):
+    """Answers that generate something, and then nothing more."""
+
+    async def stream(
+        self, request: RelayedRequest
+    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+        async for part in super().stream(request):
+            if isinstance(part, AnswerEnd):
+                await asyncio.get_running_loop().create_future()
+            yield part
+
+    async def whole(
+        self, request: RelayedRequest, progress: Progress | None = None
+    ) -> tuple[AnswerStart, AnswerEnd]:
+        assert progress is not None
+        async for part in self.stream(request):
+            assert isinstance(part, Piece)
+            progress(part.num_tokens, part.prompt_tokens)
+        raise AssertionError("an endless answer has ended")
+
+
+BEGUN = AnswerStart(200, EVENTS, b"x", num_tokens=2, prompt_tokens=15)
+LEFT = [
+    pytest.param(Endless(), True, 104, 0, id="before the prompt is counted"),
+    pytest.param(Endless(), False, 104, 0, id="before the prompt of a whole answer is counted"),
+    pytest.param(Endless(BEGUN), True, 15, 2, id="after the start of a stream"),
+    pytest.param(Endless(BEGUN, Piece(b"y", (), 3, 17)), True, 17, 5, id="in a stream"),
+    pytest.param(
+        Endless(Piece(b"", (), 0, 15), Piece(b"", (), 5, 15)), False, 15, 5, id="in a whole answer"
+    ),
+]
+
+
+@pytest.mark.parametrize(("replicas", "streaming", "prompt", "generated"), LEFT)
+async def test_a_client_that_leaves_pays_for_its_prompt_and_what_was_generated(
+    tmp_path: Path, replicas: Endless, streaming: bool, prompt: int, generated: int
+) -> None:
+    spent = prompt + generated
+    limited = key("a", requests_per_minute=9, tokens_per_minute=900, tokens_per_day=2 * spent)
+    store = KeyStoreConfig(path=tmp_path / "keys.db")
+    gateway = gateway_of(replicas, keys=(limited,), key_store=store)
+    http = client_of(gateway)
+    for number in range(2):
+        [task] = await settled(http, ("a", {"prompt": "x" * 400, "stream": streaming}))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if not number:
+            assert await remaining(http) == ("7", str(900 - spent))
+
+    refused = await http.post(CHAT, json={}, headers=bearer("a"))
+
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (429, "tokens_per_day_exceeded")
+    assert f"has used {2 * spent} of {2 * spent}" in error["message"]
+    await gateway.close()
+
+
+async def test_a_prompt_that_is_lost_with_its_replica_uses_up_no_budget(tmp_path: Path) -> None:
+    store = KeyStoreConfig(path=tmp_path / "keys.db")
+    replicas = FakeReplicas(ReplicaLostError("dead"))
+    http = client(replicas, keys=(key("a", tokens_per_day=1),), key_store=store)
+
+    for _ in range(2):
+        lost = await http.post(CHAT, json={"prompt": "x" * 400}, headers=bearer("a"))
+        assert lost.status_code == 503
+
+
 class Dying(FakeReplicas):
     """Generates five tokens and dies, once per death given."""
 
@@ -145,7 +215,7 @@ class Dying(FakeReplicas):
     ) -> tuple[AnswerStart, AnswerEnd]:
         assert progress is not None
         self.requests.append(request)
-        progress(5)
+        progress(5, 1)
         if self.deaths:
             raise self.deaths.pop(0)
         return AnswerStart(200, JSON, b"{}"), self.end

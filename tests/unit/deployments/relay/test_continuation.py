@@ -97,8 +97,8 @@ class DyingReplicas:
         death = self.deaths.pop(0) if self.deaths else None
         # Three tokens are told of, if it comes so far.
         if progress is not None and death != 0:
-            progress(1)
-            progress(2)
+            progress(1, 4)
+            progress(2, 4)
         if death is not None:
             raise LOST
         return AnswerStart(200, [], b"{}"), AnswerEnd(generated_tokens=7)
@@ -116,7 +116,7 @@ class Observer:
         self.ends: list[AnswerEnd | None] = []
         self.num_tokens = 0
 
-    def progress(self, num_tokens: int) -> None:
+    def progress(self, num_tokens: int, prompt_tokens: int) -> None:
         self.num_tokens += num_tokens
 
     def retried(self, *, continued: bool) -> None:

@@ -138,11 +138,11 @@ async def test_a_stream_arrives_as_it_was_sent_over_one_connection(cluster: Clus
 
 
 async def test_a_whole_answer_reports_its_progress(cluster: Cluster) -> None:
-    await cluster.add(Answers(2, 5, (START, END)))
-    counts: list[int] = []
+    await cluster.add(Answers(Piece(b"", (), 0, 9), Piece(b"", (), 5, 9), (START, END)))
+    counts: list[tuple[int, int]] = []
 
-    assert await cluster.calls.whole(REQUEST, counts.append) == (START, END)
-    assert counts == [2, 5]
+    assert await cluster.calls.whole(REQUEST, lambda *told: counts.append(told)) == (START, END)
+    assert counts == [(0, 9), (5, 9)]
 
 
 async def test_the_handle_is_used_if_the_settings_say_so(cluster: Cluster) -> None:

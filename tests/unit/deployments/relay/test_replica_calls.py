@@ -156,12 +156,23 @@ async def test_a_whole_answer_comes_with_its_cost() -> None:
 
 
 async def test_a_whole_answer_reports_tokens_as_it_is_generated() -> None:
-    told: list[int] = []
-    handle = FakeHandle(2, 5, (START, AnswerEnd(3, 9)))
+    told: list[tuple[int, int]] = []
+    # A replica of an earlier version sends a plain number.
+    handle = FakeHandle(2, Piece(b"", (), 5, 3), (START, AnswerEnd(3, 9)))
 
-    assert await calls(handle).whole(REQUEST, told.append) == (START, AnswerEnd(3, 9))
-    assert told == [2, 5]
+    answer = await calls(handle).whole(REQUEST, lambda *counts: told.append(counts))
+
+    assert answer == (START, AnswerEnd(3, 9))
+    assert told == [(2, 0), (5, 3)]
     assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3, 9))
+
+
+def test_the_start_of_an_answer_is_read_from_a_replica_of_another_version() -> None:
+    state: Any = START.__getstate__()
+    for given in (state[:6], [*state, "more"]):
+        read = AnswerStart.__new__(AnswerStart)
+        read.__setstate__(given)
+        assert read == START
 
 
 async def test_a_request_that_no_replica_accepts_is_cancelled() -> None:

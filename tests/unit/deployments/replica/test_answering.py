@@ -127,7 +127,7 @@ async def test_a_stream_breaks_off_before_the_output_of_a_lost_engine(
     assert isinstance(start, AnswerStart)
     assert (start.body, start.num_tokens) == (b"0", 2)
     # Neither the end of the thread nor text after it.
-    assert rest == Piece(b"", (ThreadDelta((), (12,)),), 1)
+    assert rest == Piece(b"", (ThreadDelta((), (12,)),), 1, 5)
     assert isinstance(broken, AnswerBroken)
     assert broken.engine_died == (lose is die)
     assert replica.engine_lost
@@ -140,9 +140,10 @@ async def test_a_whole_answer_of_a_lost_engine_is_broken(
 ) -> None:
     replica, _, _ = answering_with(put(10, 11), lose)
 
-    num_tokens, broken = [part async for part in replica.whole(REQUEST)]
+    told, broken = [part async for part in replica.whole(REQUEST)]
 
-    assert num_tokens == 2
+    assert isinstance(told, Piece)
+    assert (told.num_tokens, told.prompt_tokens) == (2, 5)
     assert isinstance(broken, AnswerBroken)
     assert replica.engine_lost
 
@@ -169,11 +170,13 @@ async def test_a_whole_answer_reports_its_tokens_as_they_are_generated(
     replica, app, _ = answering_with(put(10, 11), put(12), put(13))
     app.pause_s = 0.05
 
-    *told, last = [part async for part in replica.whole(REQUEST)]
+    parts: list[Any] = [part async for part in replica.whole(REQUEST)]
 
-    assert told[:2] == [2, 1]
-    assert isinstance(last, tuple)
-    start, end = last
+    *told, (start, end) = parts
+    assert told[:2] == [
+        Piece(b"", (ThreadDelta((), (10, 11)),), 2, 5),
+        Piece(b"", (ThreadDelta((), (12,)),), 1, 5),
+    ]
     assert start.body == b"012"
     assert isinstance(end, AnswerEnd)
     assert (end.prompt_tokens, end.generated_tokens, end.replica) == (5, 4, "replica-1")
@@ -196,7 +199,7 @@ async def test_a_client_that_leaves_a_whole_answer_disconnects_the_application(
     app.pause_s = 1e6
     parts: Any = replica.whole(REQUEST)
 
-    assert await anext(parts) == 1
+    assert (await anext(parts)).num_tokens == 1
     if not at_a_number:
         waiting = asyncio.ensure_future(anext(parts))
         await asyncio.sleep(0.02)

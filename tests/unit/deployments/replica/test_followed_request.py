@@ -77,11 +77,11 @@ def test_each_part_has_the_journal_since_the_last_one() -> None:
     follower.add(EngineCoreOutput("r", [12]))
     follower.add(EngineCoreOutput("r~0", [20], finish_reason=FinishReason.STOP))
 
-    assert start == AnswerStart(200, [], b"a", (ThreadDelta((), (10, 11)),), 2, continuable=True)
+    assert start == AnswerStart(200, [], b"a", (ThreadDelta((), (10, 11)),), 2, True, 5)
     assert request.piece(b"b") == Piece(
-        b"b", (ThreadDelta((), (12,)), ThreadDelta((0,), (20,), 0)), 2
+        b"b", (ThreadDelta((), (12,)), ThreadDelta((0,), (20,), 0)), 2, 5
     )
-    assert request.piece(b"c") == Piece(b"c")
+    assert request.piece(b"c") == Piece(b"c", prompt_tokens=5)
     assert request.end() == AnswerEnd(5, 4, 1, 0, 4)
 
 
@@ -90,7 +90,9 @@ def test_tokens_are_counted_without_a_journal() -> None:
 
     follower.add(EngineCoreOutput("r", [10, 11]))
 
-    assert request.start(AnswerStart(200, [], b"a")) == AnswerStart(200, [], b"a", (), 2)
+    assert request.start(AnswerStart(200, [], b"a")) == AnswerStart(
+        200, [], b"a", num_tokens=2, prompt_tokens=5
+    )
 
 
 def test_a_continued_request_charges_new_tokens_and_reports_the_whole_cost() -> None:
