@@ -146,6 +146,9 @@ _RAY = "ray"
 _TEMPORARY = "tmp"
 _TOKEN = "auth_token"
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+# Folders with the logs of servers that did not start, and how many of them are kept.
+_KEPT = "apar-failed-"
+_NUM_KEPT = 5
 _CONTROL_SOCKET = "a.sock"
 _CONTROL_S = 5.0
 # Ray Serve echoes any request id; without one it generates a valid one.
@@ -513,6 +516,24 @@ def _private_environment(folder: Path) -> dict[str, str]:
     return settings
 
 
+def _with_kept_logs(message: str, folder: Path) -> str:
+    """Keep the logs of a cluster that did not start, and name their new place in a message.
+
+    They move out of the cluster's folder, which is deleted. Older ones of this user are removed.
+    """
+    logs = (folder / _RAY / "session_latest").resolve() / "logs"
+    if not logs.is_dir():
+        return message
+    kept = Path(tempfile.mkdtemp(prefix=_KEPT, dir=folder.parent))
+    logs.rename(kept / "logs")
+    own = [path for path in kept.parent.glob(f"{_KEPT}*") if path.lstat().st_uid == os.geteuid()]
+    for path in sorted(own, key=lambda path: path.lstat().st_mtime)[:-_NUM_KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+    if str(logs) in message:
+        return message.replace(str(logs), str(kept / "logs"))
+    return f"{message}\nLogs: {kept / 'logs'}"
+
+
 def _forget_token() -> None:
     """Let Ray read its token again: each private cluster has another one."""
     from ray import _raylet
@@ -535,7 +556,8 @@ def local_ray(
     HAProxy waits for small bodies for at most `body_timeout_s`.
 
     Raises ConfigError if the metrics port is taken, and StartError if Ray does not start, for
-    example because another server has taken a port meanwhile. Raises RuntimeError if `ray.serve`
+    example because another server has taken a port meanwhile. A StartError in the block gets the
+    place of Ray's logs, which are kept. Raises RuntimeError if `ray.serve`
     was imported without SERVE_FLAGS, which it reads on import; handles would be much slower.
 
     All files lie in one folder that only this user can access. Ray gets a folder in it: it gives
@@ -592,6 +614,8 @@ def local_ray(
                 ray.shutdown()
             end_descendants(keep=before)
             shutil.rmtree(counts, ignore_errors=True)
+    except StartError as error:
+        raise StartError(_with_kept_logs(str(error), folder)) from error
     finally:
         end_descendants(keep=before)
         os.environ.clear()

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import httpx
 import psutil
 import typer
 from rich.console import Console
@@ -26,12 +27,15 @@ from apar_core.installation import has_nvidia_driver, hidden_packages, missing_e
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from apar_core.vllm_names import SUPPORTED, is_supported
 from cluster.cli.options import Model
-from cluster.config.model import DEFAULT_MODEL, model_path
+from cluster.config import ConfigError
+from cluster.config.model import DEFAULT_MODEL, ModelConfig, model_path
 
 if TYPE_CHECKING:
     from apar_core.engine.checkpoint import CheckpointReport
 
 TESTED_RAY = "2.60.0"
+HUB_S = 10.0
+"""Time in which the Hugging Face hub must answer (seconds)."""
 _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # A replica of the embedded model takes 2 to 2.5 GB, Ray about 1 GB.
 _NEEDED_MEMORY_BYTES = 4 * 2**30
@@ -242,16 +246,58 @@ def check_checkpoint(model: str, parallel_format: str | None = None) -> list[Fin
     except ValueError as error:
         return [Finding("format", str(parallel_format), str(error))]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    path = model_path(model)
+    path, findings = model_path(model), []
+    try:
+        ModelConfig(checkpoint=model).check_checkpoint()
+    except ConfigError as error:
+        return [Finding("checkpoint", path, str(error))]
+    if not Path(path).expanduser().is_dir() and (problem := hub_problem()):
+        local = local_snapshot(path)
+        if local is None:
+            skipped = f"{problem}; the checkpoint is not on this machine, so it was not checked"
+            return [Finding("checkpoint", path, skipped)]
+        findings = [Finding("hub", f"{problem}; only the files on this machine are checked")]
+        path = str(local)
     try:
         # Importing vLLM takes seconds, and `apar --help` must be fast.
         from apar_core.engine.checkpoint import inspect_checkpoint
 
-        return [Finding("checkpoint", path), *describe(inspect_checkpoint(path, setting))]
+        report = inspect_checkpoint(path, setting)
+        return [*findings, Finding("checkpoint", path), *describe(report)]
     except ModuleNotFoundError as error:
-        return [Finding("checkpoint", path, missing_extra(error) or str(error))]
+        return [*findings, Finding("checkpoint", path, missing_extra(error) or str(error))]
     except (CheckpointError, EngineError) as error:
-        return [Finding("checkpoint", path, str(error))]
+        return [*findings, Finding("checkpoint", path, str(error))]
+
+
+def hub_problem() -> str | None:
+    """Return why the Hugging Face hub cannot be asked, None if it answers within `HUB_S`.
+
+    Its own client tries for minutes.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, so the hub is not asked"
+    hub = constants.ENDPOINT
+    Console(stderr=True).print(
+        f"Connecting to {hub} (at most {HUB_S:.0f} s) ...", highlight=False, soft_wrap=True
+    )
+    try:
+        httpx.head(hub, timeout=httpx.Timeout(HUB_S / 2, connect=HUB_S / 2))
+    except httpx.HTTPError as error:
+        return f"{hub} does not answer: {str(error) or type(error).__name__}"
+    return None
+
+
+def local_snapshot(name: str) -> Path | None:
+    """Return the folder of a hub model on this machine, None if it was never downloaded."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        return None
 
 
 def describe(report: CheckpointReport) -> list[Finding]:

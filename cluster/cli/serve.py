@@ -6,6 +6,7 @@ reads the outcome from the same file.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -140,7 +141,8 @@ def serve(
 
 def _check_address(settings: ClusterConfig) -> None:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    for port in (settings.port, settings.connections.probe_port):
+    ports = {"--port": settings.port, "`connections.probe_port`": settings.connections.probe_port}
+    for option, port in ports.items():
         if port is None:
             continue
         with socket.socket(family) as probe:
@@ -150,7 +152,20 @@ def _check_address(settings: ClusterConfig) -> None:
             except OSError as error:
                 raise ConfigError(
                     f"cannot listen on {settings.host}:{port}: {error.strerror or error}"
+                    f"{_address_remedy(error, option, port)}"
                 ) from error
+
+
+def _address_remedy(error: OSError, option: str, port: int) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            state = read_state(state_path(port))
+            by = "" if state is None else f" by the `apar serve` with process id {state.pid}"
+            return f"{by}; choose another port with {option}, for example {port + 1}"
+        case errno.EACCES:
+            return f"; choose a port from 1024 on with {option}"
+        case _:
+            return "; choose an address of this machine with --host"
 
 
 def run(

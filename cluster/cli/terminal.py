@@ -28,6 +28,7 @@ from rich.progress import (
 from rich.table import Table
 
 from apar_core.errors import AparError
+from apar_core.installation import missing_extra
 
 if TYPE_CHECKING:
     from apar_core.reporting import Report, ReportTable
@@ -40,12 +41,16 @@ _UNLIMITED = 10_000
 def clear_errors() -> Iterator[None]:
     """Turn expected errors into one line on standard error and exit code 1.
 
-    Expected are this project's errors and those of files.
+    Expected are this project's errors, those of files, and packages that are not installed.
     """
     try:
         yield
     except (AparError, OSError) as error:
         fail(str(error), error)
+    except ModuleNotFoundError as error:
+        if (message := missing_extra(error)) is None:
+            raise
+        fail(message, error)
 
 
 def fail(message: str, cause: Exception | None = None) -> NoReturn:

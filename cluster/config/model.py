@@ -21,6 +21,11 @@ from pydantic import (
 
 from apar_core.formats.resolved_format import FormatSetting
 from cluster.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
+from cluster.config.checkpoint_files import (
+    check_adapter_folder,
+    check_checkpoint_folder,
+    check_name,
+)
 from cluster.config.files import ConfigError
 
 DEFAULT_MODEL = "apar-tiny"
@@ -411,13 +416,27 @@ class ModelConfig(BaseModel):
         return PRESETS.get(given) or Preset(path, DEFAULT_MAX_CONCURRENCY)
 
     def check_checkpoint(self) -> None:
-        """Raise ConfigError if a folder of the model is missing."""
-        given = {"checkpoint": self.checkpoint}
-        given |= {f"adapters: {adapter.name}": adapter.path for adapter in self.adapters}
-        for setting, name in given.items():
-            path = Path(name).expanduser()
-            if name.startswith(("/", ".", "~")) and not path.is_dir():
-                raise ConfigError(f"{setting}: no such folder: {path}")
+        """Raise ConfigError if a folder of the model is missing, or its files are not usable.
+
+        Models on the Hugging Face hub are not looked up.
+        """
+        path = Path(self.preset.path)
+        try:
+            check_name(self.checkpoint, list(PRESETS))
+            if path.is_dir():
+                load_format = self.engine.get("load_format", "auto")
+                check_checkpoint_folder(
+                    path, has_weights=load_format in ("auto", "hf", "safetensors")
+                )
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint: {error}") from error
+        for adapter in self.adapters:
+            try:
+                check_name(adapter.folder, ())
+                if Path(adapter.folder).is_dir():
+                    check_adapter_folder(Path(adapter.folder))
+            except ConfigError as error:
+                raise ConfigError(f"adapters: {adapter.name}: {error}") from error
         if self.prompt_chain is not None and not Path(self.prompt_chain.path).is_dir():
             raise ConfigError(
                 f"prompt_chain.prompt_tokens: no such folder: {self.prompt_chain.path}"

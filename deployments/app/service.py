@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -17,7 +18,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from cluster.config import ClusterConfig, ConfigError, StartError
+from apar_core.errors import CheckpointError
+from cluster.config import ClusterConfig, ConfigError, SecretError, StartError
 from cluster.config.model import ModelConfig
 from deployments.app.application import Surroundings, build_application
 from deployments.app.gateway_group import end_shared_state
@@ -273,6 +275,31 @@ def _reason(error: RuntimeError) -> str:
     """Return why the application did not start; the controller knows more than the exception."""
     application = serve.status().applications.get(APPLICATION)
     if application is None:
-        return str(error)
+        return last_error(str(error))
     messages = [item.message for item in application.deployments.values() if item.message]
-    return "\n".join([application.message, *messages]) or str(error)
+    # The application's own message only counts the deployments.
+    return "\n".join(map(last_error, messages)) or last_error(application.message or str(error))
+
+
+# As in the last line of a traceback: the name of a class, at the start of the line.
+_RAISED = re.compile(r"^(?:\w+\.)*(\w+(?:Error|Exception)): (?=\S)", re.MULTILINE)
+
+
+def last_error(message: str) -> str:
+    """Return the last exception of the traceback in a message, without the traceback.
+
+    Exceptions of this project are in their own words; others keep the name of their class. The
+    whole message is logged.
+    """
+    if not (found := list(_RAISED.finditer(message))):
+        return message
+    logger.debug("not started", extra={"reason": message})
+    # A message of ours may quote another error at the start of a line.
+    own = [each for each in found if each[1] in _OWN]
+    last = (own or found)[-1]
+    return message[last.end() if own else last.start(1) :].strip()
+
+
+_OWN = frozenset(
+    error.__name__ for error in (StartError, ConfigError, SecretError, CheckpointError)
+)

@@ -6,6 +6,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -65,7 +66,9 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     }
     for name, value in values.items():
         if not hasattr(args, name):
-            raise CheckpointError(f"vLLM has no engine argument {name!r}")
+            similar = get_close_matches(name, vars(args), n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise CheckpointError(f"vLLM has no engine argument {name!r}{hint}")
         setattr(args, name, _parsed(name, value, default=getattr(args, name)))
     if adapters := engine.get("lora_modules"):
         args.lora_modules = [LoRAModulePath(**adapter) for adapter in adapters]

@@ -27,6 +27,7 @@ from deployments.replica.answering import Answering
 from deployments.replica.apar_extension import AparExtension
 from deployments.replica.listener import Listener
 from deployments.replica.replica_metrics import ReplicaMetrics, ReplicaReporter
+from deployments.replica.start_failure import start_error
 from deployments.tracing.tracing import REPLICA, close_tracing, open_tracing
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.start import STAGES_FILE, GcsStore, Stage, StartReporter
@@ -79,6 +80,8 @@ class Replica(Answering):
             with kept_serve_logs():
                 app = await self._build(settings, replica_id, reporter)
             runs = True
+        except Exception as error:
+            raise start_error(error, reporter.failure) from error
         finally:
             del os.environ[STAGES_FILE]
             await asyncio.to_thread(reporter.close, runs=runs)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from apar_core.engine.start_stages import STAGES_FILE, Stage, latest_stage, note
+from apar_core.engine.start_stages import STAGES_FILE, Stage, first_failure, latest_stage, note
 
 __all__ = ["STAGES_FILE", "Stage", "StartBoard", "StartReport", "StartReporter", "described"]
 
@@ -144,6 +144,11 @@ class StartReporter:
     def reached(self, stage: Stage) -> None:
         """Note that a stage has begun."""
         note(self.file, stage)
+
+    @property
+    def failure(self) -> str | None:
+        """The first error of a process of the engine, None if none has reported one."""
+        return first_failure(self.file)
 
     def close(self, *, runs: bool) -> None:
         """Stop reporting; `runs` tells whether the start has succeeded."""

@@ -1,6 +1,7 @@
 """`apar serve` starts, answers, and leaves no process behind."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -94,21 +95,27 @@ def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> Non
 
     said = log.read_text()
     assert process.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in said
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another" in said
+    assert "--port" in said
     assert "Starting" not in said
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_process(tmp_path: Path) -> None:
-    log, folder = tmp_path / "log", tmp_path / "no-model"
-    folder.mkdir()
-    with apar_serve("--model", str(folder), "--port", str(free_port()), log=log) as process:
+def test_an_engine_that_does_not_start_tells_why_and_leaves_only_its_log(tmp_path: Path) -> None:
+    log, file = tmp_path / "log", tmp_path / "serve.yaml"
+    file.write_text("models: [{kv_cache_gib: 0.001}]")
+    with apar_serve("--config", str(file), "--port", str(free_port()), log=log) as process:
         process.wait(timeout=START_S)
 
-    said = log.read_text()
+    starting, cause, remedy, where = log.read_text().splitlines()
+    kept = Path(where.removeprefix("Log: "))
     assert process.returncode == 1
-    assert "Error:" in said
-    assert "no-model" in said
+    assert starting == "Starting apar-tiny ..."
+    assert cause.startswith("Error: ValueError: To serve at least one request with")
+    assert "Raise the model's `kv_cache_gib`" in remedy
+    assert "EngineCore failed to start." in kept.read_text()
+    assert kept.parents[1].stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(kept.parents[1])
     assert session_members(process.pid) == set()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -669,6 +670,41 @@ def test_ray_that_does_not_start_is_an_error_that_leaves_nothing(
 
     assert not folder.exists()
     assert dict(os.environ) == environment
+
+
+def test_the_logs_of_a_cluster_that_did_not_start_are_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = count()
+
+    def mkdtemp(*, prefix: str, **_: object) -> str:
+        folder = tmp_path / f"{prefix}{next(numbers)}"
+        folder.mkdir(mode=0o700)
+        return str(folder)
+
+    def init(_temp_dir: str, **_: object) -> None:
+        session = Path(_temp_dir) / "session_1"
+        (session / "logs").mkdir(parents=True)
+        (session / "logs" / "raylet.err").write_text("no port")
+        (Path(_temp_dir) / "session_latest").symlink_to(session)
+        raise TimeoutError(f"see {session}/logs/raylet.err" if names else "no raylet")
+
+    monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("cluster.local_ray.tempfile.mkdtemp", mkdtemp)
+
+    for names in (False, True):
+        with pytest.raises(StartError) as raised, local_ray(num_cpus=1):
+            pass
+        place = Path(str(raised.value).rpartition(" ")[2])
+        file = place if names else place / "raylet.err"
+        assert file.read_text() == "no port"
+        assert file.parent.parent.stat().st_mode & 0o777 == 0o700
+
+    for _ in range(5):
+        with pytest.raises(StartError), local_ray(num_cpus=1):
+            pass
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_ray_serve_must_not_have_been_imported_with_other_settings(

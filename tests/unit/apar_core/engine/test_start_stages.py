@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from apar_core.engine.start_stages import STAGES_FILE, Stage, latest_stage, note, watch_stages
+from apar_core.engine.start_stages import (
+    STAGES_FILE,
+    Stage,
+    describe_error,
+    first_failure,
+    latest_stage,
+    note,
+    watch_stages,
+)
 
 
 def test_vllms_log_tells_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +52,33 @@ def test_a_file_that_is_gone_is_left_alone(tmp_path: Path) -> None:
     note(tmp_path / "none" / "stages", Stage.COMPILING)
 
     assert latest_stage(tmp_path / "none" / "stages") is None
+
+
+def test_the_first_error_of_the_engines_processes_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "stages"
+    monkeypatch.setenv(STAGES_FILE, str(file))
+    logger = logging.getLogger("vllm")
+    before = list(logger.handlers)
+    try:
+        watch_stages()
+        assert first_failure(file) is None
+        for process, error in (("WorkerProc", ValueError("too small")), ("EngineCore", OSError())):
+            try:
+                raise error
+            except (ValueError, OSError):
+                logging.getLogger("vllm.v1.engine.core").exception("%s failed to start.", process)
+        assert first_failure(file) == "ValueError: too small"
+    finally:
+        logger.handlers = before
+
+
+def test_an_error_without_a_message_is_described_by_its_line() -> None:
+    try:
+        raise AssertionError
+    except AssertionError as error:
+        described = describe_error(error)
+
+    assert described.startswith("AssertionError: ")
+    assert described.endswith(": raise AssertionError")

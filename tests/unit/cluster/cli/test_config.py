@@ -44,7 +44,7 @@ def test_check_takes_the_engine_arguments_of_vllm(file: Path) -> None:
     ("text", "named"),
     [
         ("models: [{replica: 2}]", "models.0.replica"),
-        ("models: [{checkpoint: ./gone}]", "checkpoint: no such folder: gone"),
+        ("models: [{checkpoint: ./gone}]", "checkpoint: no such folder: ./gone"),
         ("models: [{name: a, engine: {max_seqs: 4}}]", "a: vLLM has no engine argument 'max_seqs'"),
     ],
 )

@@ -22,6 +22,7 @@ from cluster.cli.doctor import (
     diagnose,
     installed_versions,
 )
+from cluster.config.model import PRESETS
 from tests.fakes.apar_command import apar
 from tests.fakes.small_tokenizers import byte_level_tokenizer
 
@@ -40,16 +41,44 @@ def test_a_folder_without_a_checkpoint_is_a_problem(tmp_path: Path) -> None:
     [finding] = check_checkpoint(str(tmp_path))
 
     assert finding.value == str(tmp_path)
-    assert finding.problem is not None
-    assert finding.problem.startswith(f"no model configuration in '{tmp_path}'")
+    assert finding.problem == (f"checkpoint: {tmp_path} is no checkpoint: it has no config.json")
 
 
 def test_the_command_exits_with_1_if_something_is_wrong(tmp_path: Path) -> None:
     result = apar("doctor", "--model", tmp_path)
 
     assert result.exit_code == 1
-    assert "no model configuration" in result.output
+    assert "is no checkpoint" in " ".join(result.output.split())
     assert "vLLM plugin" in result.output
+
+
+def test_without_a_network_doctor_says_at_once_what_it_skips(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A port on which nobody listens.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    [finding] = check_checkpoint("some-owner/some-model")
+
+    assert "http://127.0.0.1:1 does not answer: " in str(finding.problem)
+    assert "so it was not checked" in str(finding.problem)
+    assert "Connecting to http://127.0.0.1:1 (at most 10 s)" in capsys.readouterr().err
+
+
+def test_without_a_network_doctor_reads_what_was_downloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.cli.doctor.hub_problem", lambda: "no network")
+    monkeypatch.setattr(
+        "cluster.cli.doctor.local_snapshot", lambda name: Path(PRESETS["apar-tiny"].path)
+    )
+
+    hub, checkpoint, *rest = check_checkpoint("some-owner/some-model")
+
+    assert hub == Finding("hub", "no network; only the files on this machine are checked")
+    assert checkpoint.problem is None
+    assert rest
 
 
 ORDINARY = CheckpointReport(
