@@ -26,6 +26,12 @@ class KeyStoreConfig(BaseModel):
         description="Interval at which a gateway writes usage (seconds). A killed gateway loses at "
         "most this much, and the prompts of its running requests.",
     )
+    max_keys_age_s: PositiveFloat = Field(
+        300.0,
+        description="Time for which keys created at run time stay valid while the store fails "
+        "(seconds). A key revoked in another gateway stays valid for at most as long. After it, "
+        "requests whose key is not in the configuration get a 503.",
+    )
     keep_days: PositiveInt = Field(400, description="Days for which usage is kept.")
 
     @field_validator("path")

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import os
 import secrets
 import time
@@ -31,6 +32,7 @@ _KEY_HEADER = b"x-api-key"
 _FILE_AGE_S = 1.0
 # The same for keys created or revoked at run time, by any gateway.
 STORE_AGE_S = 1.0
+MAX_KEYS_AGE_S = KeyStoreConfig().max_keys_age_s
 _SALT_CHARS = 32
 
 _Version = tuple[int, int, int]
@@ -82,7 +84,7 @@ class Callers:
         self._store_config = key_store
         self.store = None if key_store is None else open_store(key_store, self._storage_uri)
         self.ledger = Ledger(self.store, 1.0 if key_store is None else key_store.flush_s)
-        self.ring = KeyRing(keys, keys_file, store=self.store)
+        self.ring = KeyRing(keys, keys_file, store=self.store, max_age_s=_max_age_s(key_store))
         self._given_secret = limits.read_cache_secret()
         self._secret = self._given_secret or secrets.token_bytes(_SALT_CHARS)
         self._callers: dict[str, Caller] = {}
@@ -124,7 +126,7 @@ class Callers:
             self._store_config = key_store
             self.store = None if key_store is None else open_store(key_store, storage_uri)
             self.ledger = Ledger(self.store, 1.0 if key_store is None else key_store.flush_s)
-            self.ring.use_store(self.store)
+            self.ring.use_store(self.store, _max_age_s(key_store))
             # Running requests still count in the old one, which writes until nothing is left.
             self._closing.append(before)
         if storage_uri != self._storage_uri:
@@ -195,6 +197,10 @@ class Callers:
         return hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()[:_SALT_CHARS]
 
 
+def _max_age_s(key_store: KeyStoreConfig | None) -> float:
+    return MAX_KEYS_AGE_S if key_store is None else key_store.max_keys_age_s
+
+
 def _limits_of(key: KeyConfig) -> KeyConfig:
     """Return the key without its hash: a key that is being replaced has two hashes."""
     return key.model_copy(update={"hash": ""})
@@ -205,7 +211,8 @@ class KeyRing:
 
     The file and the store of run-time keys are read again when they change. Without configured keys
     and a file, no key is required. After construction nothing fails: unusable keys are logged, and
-    those in force stay. A run-time key that contradicts a configured one has no effect.
+    those in force stay; run-time keys stay for `max_age_s` after their store was last read. A
+    run-time key that contradicts a configured one has no effect.
     """
 
     def __init__(
@@ -215,10 +222,13 @@ class KeyRing:
         clock: Callable[[], float] = time.monotonic,
         *,
         store: KeyStore | None = None,
+        max_age_s: float = MAX_KEYS_AGE_S,
         now: Callable[[], datetime] = utc_now,
     ) -> None:
         """Raise ConfigError if the file cannot be read: no caller would have access."""
         self._store = store
+        self._max_age_s = max_age_s
+        self._stored_read_s = -math.inf
         self._now = now
         self.stored: tuple[StoredKey, ...] = ()
         self._stored_by_hash: dict[str, KeyConfig] = {}
@@ -252,9 +262,10 @@ class KeyRing:
         """The keys of the configuration and of the file."""
         return tuple(self._by_hash.values())
 
-    def use_store(self, store: KeyStore | None) -> None:
+    def use_store(self, store: KeyStore | None, max_age_s: float = MAX_KEYS_AGE_S) -> None:
         """Take run-time keys from another store."""
         self._store, self._stored_version = store, None
+        self._max_age_s, self._stored_read_s = max_age_s, -math.inf
         self._take_stored(())
 
     async def reconfigure(self, keys: Sequence[KeyConfig], file: Path | None) -> None:
@@ -268,7 +279,11 @@ class KeyRing:
             self._looked_at_s = self._clock()
 
     async def find(self, headers: Headers) -> KeyConfig | None:
-        """Return the key of a request, None if none is required. Raises UnknownKeyError."""
+        """Return the key of a request, None if none is required.
+
+        Raises UnknownKeyError, and StoreError for a key that is not configured while what is known
+        of the run-time keys is too old.
+        """
         if not self._keys and self._file is None:
             return None
         token = _token(headers)
@@ -282,6 +297,7 @@ class KeyRing:
         key = self._by_hash.get(digest)
         if key is None:
             await self._ask_store()
+            self._check_age()
             key = self._stored_by_hash.get(digest)
         # No timing leak: a caller cannot choose the digest that is looked up, and the comparison
         # takes constant time.
@@ -302,17 +318,25 @@ class KeyRing:
             if self._clock() - self._asked_store_s >= STORE_AGE_S:
                 await self.refresh()
 
+    def _check_age(self) -> None:
+        """Raise StoreError if the run-time keys are too old: one may have been revoked since."""
+        age_s = self._clock() - self._stored_read_s
+        if self._store is not None and age_s > self._max_age_s:
+            raise StoreError(f"keys last read {age_s:.0f} s ago")
+
     async def refresh(self) -> None:
         """Take the run-time keys now if they have changed; a failing store is logged."""
         store = self._store
         if store is None:
             return
+        asked_s = self._clock()
         try:
             version = await store.keys_version()
             if version != self._stored_version:
                 self._take_stored(await store.keys())
                 self._stored_version = version
             self._store_fails = False
+            self._stored_read_s = asked_s
         except StoreError as error:
             if not self._store_fails:
                 logger.error("keys not read from the store", extra={"reason": str(error)})

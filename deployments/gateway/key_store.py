@@ -6,11 +6,13 @@ raises StoreError while the store fails.
 
 import asyncio
 import json
+import logging
 import os
+import secrets
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -18,14 +20,17 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
+from cluster.config.files import problems_of
 from cluster.config.key_store import KeyStoreConfig
 from cluster.config.keys import KeyConfig
 from deployments.wire.errors import StoreError
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -121,7 +126,7 @@ class KeyStore(Protocol):
         """Return a number that changes with every change of the keys."""
 
     async def keys(self) -> list[StoredKey]:
-        """Return the keys, oldest first."""
+        """Return the keys, oldest first, without records that cannot be read."""
 
     async def create(self, key: StoredKey) -> None:
         """Add a key."""
@@ -217,8 +222,8 @@ class SqliteStore:
         """Return the keys, oldest first."""
 
         def read(connection: sqlite3.Connection) -> list[StoredKey]:
-            rows = connection.execute("SELECT record FROM keys ORDER BY rowid")
-            return [StoredKey.model_validate_json(record) for (record,) in rows]
+            rows = connection.execute("SELECT id, record FROM keys ORDER BY rowid")
+            return _readable(rows)
 
         return await self._run(read, _REPORT_S)
 
@@ -229,7 +234,7 @@ class SqliteStore:
             connection.execute(
                 "INSERT INTO keys (id, record) VALUES (?, ?)", (key.id, _record_of(key))
             )
-            connection.execute("UPDATE facts SET value = value + 1 WHERE name = 'keys'")
+            connection.execute("UPDATE facts SET value = ? WHERE name = 'keys'", (_new_version(),))
 
         await self._run(write, _REPORT_S, writes=True)
 
@@ -238,7 +243,7 @@ class SqliteStore:
 
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany("DELETE FROM keys WHERE id = ?", [(each,) for each in ids])
-            connection.execute("UPDATE facts SET value = value + 1 WHERE name = 'keys'")
+            connection.execute("UPDATE facts SET value = ? WHERE name = 'keys'", (_new_version(),))
 
         await self._run(write, _REPORT_S, writes=True)
 
@@ -418,12 +423,8 @@ class RedisStore:
 
     async def keys(self) -> list[StoredKey]:
         """Return the keys, oldest first."""
-        records = await self._run(lambda redis: redis.hvals(f"{_REDIS}keys"), _REPORT_S)
-        try:
-            keys = [StoredKey.model_validate_json(record) for record in records]
-        except ValueError as error:
-            raise StoreError(f"Redis: {error!r}") from error
-        return sorted(keys, key=lambda key: (key.created_at, key.id))
+        records = await self._run(lambda redis: redis.hgetall(f"{_REDIS}keys"), _REPORT_S)
+        return sorted(_readable(records.items()), key=lambda key: (key.created_at, key.id))
 
     async def create(self, key: StoredKey) -> None:
         """Add a key."""
@@ -442,7 +443,7 @@ class RedisStore:
         async def write(redis: "Redis") -> None:
             async with redis.pipeline(transaction=True) as pipeline:
                 work(pipeline)
-                pipeline.incr(f"{_REDIS}keys/version")
+                pipeline.set(f"{_REDIS}keys/version", _new_version())
                 await pipeline.execute()
 
         await self._run(write, _REPORT_S)
@@ -459,6 +460,30 @@ class RedisStore:
         except (RedisError, OSError) as error:
             # The message of an error may hold the address, but never the password.
             raise StoreError(f"Redis: {type(error).__name__}") from error
+
+
+def _new_version() -> int:
+    """Return a number that no other version of the keys has had.
+
+    A counter would begin again in a store that was emptied or restored, and gateways would take
+    other keys for those that they know.
+    """
+    return secrets.randbits(63)
+
+
+def _readable(records: Iterable[tuple[bytes | str, bytes | str]]) -> list[StoredKey]:
+    """Return the keys of records (id and content) in their order; unreadable ones are logged."""
+    keys = []
+    for key_id, record in records:
+        try:
+            keys.append(StoredKey.model_validate_json(record))
+        except ValueError as error:
+            # Without the content, which holds a hash.
+            problems = problems_of(error) if isinstance(error, ValidationError) else str(error)
+            name = key_id.decode(errors="replace") if isinstance(key_id, bytes) else key_id
+            facts = {"key_id": name, "reason": problems}
+            logger.error("record of the key store not readable; its key is refused", extra=facts)
+    return keys
 
 
 def _record_of(key: StoredKey) -> str:

@@ -182,7 +182,8 @@ class BudgetError(RateLimitError):
 class StoreError(CapacityError):
     """The store of usage and run-time keys fails; the message is for the log.
 
-    No request for an answer depends on the store.
+    A request for an answer depends on the store only if its key is not configured, and only after
+    `key_store.max_keys_age_s`.
     """
 
     code = "store_unavailable"

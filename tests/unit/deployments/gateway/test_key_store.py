@@ -99,6 +99,51 @@ async def test_keys_created_by_one_gateway_are_seen_and_revoked_by_another(
     assert len({before, created, await first.keys_version()}) == 3
 
 
+async def _write_record(store: KeyStore, key_id: str, record: str) -> None:
+    if isinstance(store, SqliteStore):
+        await store._run(
+            lambda connection: connection.execute(
+                "INSERT INTO keys (id, record) VALUES (?, ?)", (key_id, record)
+            ),
+            writes=True,
+        )
+    else:
+        assert isinstance(store, RedisStore)
+        await store._run(lambda client: client.hset("apar/keys", key_id, record))
+
+
+@pytest.mark.parametrize("record", ["", "{}", '{"of": "a newer version"}', "[1]"])
+async def test_a_record_that_cannot_be_read_refuses_its_key_only(
+    open_again: Open, record: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_again()
+    await store.create(stored("a"))
+    await _write_record(store, "broken", record)
+    await store.create(stored("b", "2"))
+
+    assert [each.key.name for each in await store.keys()] == ["a", "b"]
+    [logged] = caplog.records
+    assert "not readable" in logged.message
+    assert vars(logged)["key_id"] == "broken"
+
+
+async def test_a_store_that_was_emptied_repeats_no_version(open_again: Open) -> None:
+    store = open_again()
+    await store.create(stored("a"))
+    before = await store.keys_version()
+
+    if isinstance(store, SqliteStore):
+        for file in store._path.parent.iterdir():
+            file.unlink()
+    else:
+        assert isinstance(store, RedisStore)
+        await store._run(lambda client: client.flushall())
+    again = open_again()
+    await again.create(stored("b"))
+
+    assert await again.keys_version() != before
+
+
 async def test_a_store_that_cannot_be_reached_raises_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "keys.db").mkdir()
     for store in (

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from cluster.config import ConfigError
 from cluster.config.keys import KeyConfig, hash_of, load_keys
 from deployments.gateway.callers import KeyRing
-from deployments.wire.errors import UnknownKeyError
+from deployments.gateway.key_store import SqliteStore, StoredKey
+from deployments.wire.errors import StoreError, UnknownKeyError
 from tests.fakes.clock import Clock
 
 ALICE = KeyConfig(name="alice", hash=hash_of("alices"))
@@ -186,3 +188,55 @@ async def test_an_unreadable_file_is_read_again_and_reported_once(
     assert (await ring.find(bearer("carol"))) is not None
     assert not ring.is_outdated
     assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
+
+
+class BreakableStore(SqliteStore):
+    """A store that fails while `is_broken` is set."""
+
+    is_broken = False
+
+    async def keys_version(self) -> int:
+        if self.is_broken:
+            raise StoreError("broken")
+        return await super().keys_version()
+
+
+async def test_a_run_time_key_is_refused_when_the_store_has_failed_for_too_long(
+    tmp_path: Path,
+) -> None:
+    clock, store = Clock(), BreakableStore(tmp_path / "keys.db")
+    bob = StoredKey(
+        id="1",
+        created_at=datetime.now(UTC),
+        created_by="alice",
+        key=KeyConfig(name="bob", hash=hash_of("bobs")),
+    )
+    await store.create(bob)
+    ring = KeyRing([ALICE], clock=clock, store=store, max_age_s=300.0)
+    assert await ring.find(bearer("bobs")) == bob.key
+
+    store.is_broken = True
+    await store.revoke(["1"])  # By another gateway.
+    clock.now_s += 299.0
+    assert await ring.find(bearer("bobs")) == bob.key
+    clock.now_s += 2.0
+    with pytest.raises(StoreError):
+        await ring.find(bearer("bobs"))
+    assert await ring.find(bearer("alices")) == ALICE
+
+    store.is_broken = False
+    clock.now_s += 2.0
+    with pytest.raises(UnknownKeyError):
+        await ring.find(bearer("bobs"))
+    await store.close()
+
+
+async def test_a_key_is_not_called_unknown_while_the_store_was_never_read(tmp_path: Path) -> None:
+    store = BreakableStore(tmp_path / "keys.db")
+    store.is_broken = True
+    ring = KeyRing([ALICE], store=store)
+
+    with pytest.raises(StoreError):
+        await ring.find(bearer("bobs"))
+    assert await ring.find(bearer("alices")) == ALICE
+    await store.close()
