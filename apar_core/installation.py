@@ -18,7 +18,6 @@ EXTRAS = {
     "grpc": "serve",
     "httpx": "serve",
     "huggingface_hub": "train",
-    "ijson": "train",
     "jinja2": "train",
     "limits": "serve",
     "matplotlib": "loadtest",

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 CALL = "<Calling Sub Searches>"
 END_CALL = "<End Calling Sub Searches>"
 _GOAL = "Goal Reached"
-_STARTED = re.compile(r"<Start Sub Search[^>\n]*> Moving to Node #(?P<node>[\d,]+)[ \t]*$", re.M)
+_STARTED = re.compile(r"<Start Sub Search[^<>\n]*> Moving to Node #(?P<node>[\d,]+)[ \t]*$", re.M)
 _VISITED = re.compile(
     r"Moving to Node #(?P<node>[\d,]+)[ \t]*\n"
     r"Current State: ?(?P<target>-?\d+):(?P<numbers>\[[^\]\n]*\]), ?"
     r"Operations: ?(?P<operations>\[[^\]\n]*\])"
 )
 _CREATED = re.compile(
-    r"Generated Node #(?P<node>[\d,]+): ?(?P<target>-?\d+):(?P<numbers>\[[^\]\n]*\]) ?"
+    r"Generated Node #(?P<node>[\d,]+): ?(?P<target>-?\d+):(?P<numbers>\[[^\[\]\n]*\]) ?"
     r"Operation: ?(?P<operation>[^\n]*)"
 )
 

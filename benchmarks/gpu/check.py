@@ -61,7 +61,7 @@ class Check:
 _TORCH, _VLLM = "benchmarks.gpu.torch_checks", "benchmarks.gpu.vllm_checks"
 _FAMILIES = "benchmarks.gpu.family_kernel"
 _PLAIN = ("torch", "transformers", "pydantic")
-_OFFLINE = (*_PLAIN, "accelerate", "httpx", "ijson", "peft")
+_OFFLINE = (*_PLAIN, "accelerate", "httpx", "peft")
 _ENGINE = (*_PLAIN, "vllm")
 _REPLAY = (*_ENGINE, "numpy", "scipy", "matplotlib")
 CHECKS = (
@@ -70,7 +70,7 @@ CHECKS = (
     Check("engine", 120, 270, "an engine of 7B dimensions starts, forks and replays", _VLLM,
           _ENGINE),
     Check("vllm_default", 60, 120, "forks equal plain decoding in float32", _VLLM,
-          (*_ENGINE, "ijson")),
+          _ENGINE),
     Check("replay", 250, 420, "forked and sequential runs at 7B dimensions, and step costs", _VLLM,
           _REPLAY, ("engine",)),
     Check("family_attention", 110, 170, "the kernel that reads shared KV blocks once", _FAMILIES,
@@ -80,15 +80,15 @@ CHECKS = (
     Check("families", 190, 300, "the runs of `replay` with family attention", _VLLM, _REPLAY,
           ("replay",)),
     Check("families_f32", 60, 120, "family attention equals plain decoding in float32", _VLLM,
-          (*_ENGINE, "ijson")),
+          _ENGINE),
     Check("bf16", 90, 180, "bf16 as users have it, without and with family attention", _VLLM,
-          (*_ENGINE, "ijson")),
+          _ENGINE),
     Check("vllm_v1", 60, 120, "the V1 model runner gives the same texts", _VLLM,
-          (*_ENGINE, "ijson"), ("vllm_default",)),
+          _ENGINE, ("vllm_default",)),
     Check("vllm_sync", 60, 120, "without async scheduling the texts are the same", _VLLM,
-          (*_ENGINE, "ijson"), ("vllm_default",)),
+          _ENGINE, ("vllm_default",)),
     Check("vllm_eager", 50, 120, "without CUDA graphs the texts are the same", _VLLM,
-          (*_ENGINE, "ijson"), ("vllm_default",)),
+          _ENGINE, ("vllm_default",)),
     Check("step_times", 100, 180, "step times of a 7B model, against the tables", _TORCH, _PLAIN),
     Check("triton", 110, 170, "a forked run of `replay` with vLLM's Triton attention", _VLLM,
           _REPLAY, ("replay",)),

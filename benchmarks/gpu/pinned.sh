@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Print the lines of requirements/gpu.txt for some packages, with versions and hashes:
 #
-#   benchmarks/gpu/pinned.sh pydantic pydantic-core ijson > requirements.txt
+#   benchmarks/gpu/pinned.sh pydantic pydantic-core > requirements.txt
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 awk 'BEGIN { for (i = 1; i < ARGC; i++) { wanted[ARGV[i]] = 1; ARGV[i] = "" } ARGV[1] = "requirements/gpu.txt" }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -134,7 +135,8 @@ def prepare(
     except KeyboardInterrupt as error:
         typer.echo("Interrupted; nothing was written.", err=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
-    _print_report(report, out)
+    if not _print_report(report, out):
+        raise typer.Exit(1)
 
 
 def _context_fit(model: str, context_length: int, chat_template: Path | None) -> ContextFit:
@@ -197,7 +199,10 @@ class _ReadingLog:
             )
 
 
-def _print_report(report: PreparationReport, out: Path) -> None:
+def _print_report(report: PreparationReport, out: Path) -> bool:
+    """Print the report; return whether every file was read to its end and an answer was usable."""
+    from apar_core.offline.data.sources import DAMAGED_ARRAY
+
     console = Console()
     table = Table("", "answers", "share", title=f"{report.num_items} items read")
     for kind, count in report.kinds.most_common():
@@ -231,8 +236,22 @@ def _print_report(report: PreparationReport, out: Path) -> None:
             f"too long for {report.context_length} tokens: {report.num_too_long} answers",
             highlight=False,
         )
-    if report.num_items == 0:
-        console.print("[yellow]The files contain no chats.[/yellow]")
-    elif report.num_answers == 0:
-        console.print("[yellow]No answer could be used; see the reasons above.[/yellow]")
+    if report.num_not_trained:
+        console.print(f"not trained (weight 0): {report.num_not_trained} answers", highlight=False)
+    if report.num_answers == 0:
+        reason = (
+            "The files contain no chats."
+            if report.num_items == 0
+            else "No answer could be used; see the reasons above."
+        )
+        console.print(f"[red]{reason} Nothing was written.[/red]")
+        return False
     console.print(f"Written to [bold]{out}[/bold].", soft_wrap=True)
+    damaged = [each for each in report.refusal_examples if each.reason == DAMAGED_ARRAY]
+    for refusal in damaged:
+        console.print(
+            f"[red]{escape(refusal.place)}: {refusal.message}. What follows in this file is "
+            "missing from the examples: repair the file.[/red]",
+            soft_wrap=True,
+        )
+    return not damaged

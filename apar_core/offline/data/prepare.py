@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +39,7 @@ from apar_core.offline.data.sampling import (
     query_sums,
 )
 from apar_core.offline.data.sources import (
+    DAMAGED_ARRAY,
     ItemRefusedError,
     Questions,
     ReadBytes,
@@ -110,6 +112,7 @@ class PreparationReport(BaseModel):
     context_length: int | None = Field(None, description="Length of that context (tokens).")
     num_items: int = 0
     num_too_long: int = Field(0, description="Answers dropped: longer than the context.")
+    num_not_trained: int = Field(0, description="Answers left out: their message has weight 0.")
     num_near_held_out: int = Field(
         0, description="Examples dropped: they share conversation or query with a held-out query."
     )
@@ -169,12 +172,14 @@ class PreparedAnswer:
     opens: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TooLong:
-    """Answer that exceeds the context even with its question alone."""
+class LeftOut(Enum):
+    """Why a valid answer does not become an example."""
+
+    TOO_LONG = "exceeds the context even with its question alone"
+    NOT_TRAINED = "its message has weight 0"
 
 
-Outcome = PreparedAnswer | Refusal | TooLong
+Outcome = PreparedAnswer | Refusal | LeftOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +196,9 @@ class ItemPreparation:
         Answers before the first question are refused individually. An empty answer ends the item.
         """
         try:
-            if item.failure is not None:
-                raise ItemRefusedError("broken JSON", item.failure)
-            value = parse_item(item.value) if isinstance(item.value, bytes) else item.value
+            if item.text is None:
+                raise ItemRefusedError(DAMAGED_ARRAY, item.failure or "")
+            value = parse_item(item.text)
             messages = chat_of_item(value, self.questions)
             conversation = conversation_of(value, item.place)
             num_system = messages[0].role == "system"
@@ -203,14 +208,16 @@ class ItemPreparation:
                 yield Refusal(place=item.place, reason=reason, message=reason)
             del messages[num_system : num_system + num_leading]
             for index, message in enumerate(messages):
-                if message.role == "assistant":
+                if message.role == "assistant" and not message.is_trained:
+                    yield LeftOut.NOT_TRAINED
+                elif message.role == "assistant":
                     yield self._prepared(item, conversation, messages[:index], message.content)
         except ItemRefusedError as error:
             yield Refusal(place=item.place, reason=error.reason, message=str(error))
 
     def _prepared(
         self, item: SourceItem, conversation: str, messages: Sequence[ChatMessage], answer: str
-    ) -> PreparedAnswer | TooLong:
+    ) -> PreparedAnswer | LeftOut:
         turn = sum(message.role == "user" for message in messages)
         if not answer.strip():
             raise ItemRefusedError("empty answer", f"turn {turn}")
@@ -228,7 +235,7 @@ class ItemPreparation:
         )
         fitted = example if self.fit is None else self.fit(example)
         if fitted is None:
-            return TooLong()
+            return LeftOut.TOO_LONG
         return PreparedAnswer(
             example_line(fitted),
             extracted.kind,
@@ -252,8 +259,8 @@ def prepare(
 
     Examples are fitted to the context first, then queries are held out, then the rest is sampled.
     So the sample sizes count examples that can be trained on. `out` is filled at the end, all at
-    once. Raises DataError if there is nothing to read, if `out` contains files that must not be
-    overwritten, and in strict mode at the first refusal.
+    once, and only if an answer could be used. Raises DataError if there is nothing to read, if
+    `out` contains files that must not be overwritten, and in strict mode at the first refusal.
     """
     files = source_files(inputs)
     if out.exists() and not out.is_dir():
@@ -302,6 +309,8 @@ def prepare(
         with contextlib.closing(_outcomes(preparation, items, num_workers)) as outcomes:
             for outcome_list in outcomes:
                 _collect(outcome_list, report, keep, strict=settings.strict)
+        if report.num_answers == 0:
+            return report
         if hold_out is not None:
             report.held_out.found = hold_out.num_candidates
             report.held_out.wanted = settings.hold_out
@@ -354,8 +363,10 @@ def _collect(
             if strict:
                 raise DataError(f"{outcome.place}: {outcome.message}")
             report.add_refusal(outcome)
-        elif isinstance(outcome, TooLong):
+        elif outcome is LeftOut.TOO_LONG:
             report.num_too_long += 1
+        elif outcome is LeftOut.NOT_TRAINED:
+            report.num_not_trained += 1
         else:
             report.add_answer(outcome)
             keep(outcome)
@@ -424,7 +435,7 @@ def _chunks(items: Iterator[SourceItem]) -> Iterator[list[SourceItem]]:
     num_bytes = 0
     for item in items:
         chunk.append(item)
-        num_bytes += len(item.value) if isinstance(item.value, bytes) else 0
+        num_bytes += len(item.text or b"")
         if len(chunk) >= _CHUNK_ITEMS or num_bytes >= _CHUNK_BYTES:
             yield chunk
             chunk, num_bytes = [], 0

@@ -102,10 +102,14 @@ def chain(paragraphs: Sequence[tuple[str, ParagraphRecord]], closing: str = "") 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """Message of a chat, as plain text."""
+    """Message of a chat, as plain text.
+
+    `is_trained` is False for an answer of a source file with `weight: 0`: later answers read it.
+    """
 
     role: str
     content: str
+    is_trained: bool = True
 
     def as_dict(self) -> dict[str, str]:
         """Return the message as chat templates expect it."""

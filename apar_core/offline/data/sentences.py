@@ -57,6 +57,7 @@ def first_sentence_end(paragraph: str) -> int | None:
     in linear time.
     """
     length = len(paragraph.rstrip())
+    content_length = len(paragraph[:length].rstrip(_CLOSING))
     scanned = 0
     enclosed_until = 0
     for stop in _STOP.finditer(paragraph):
@@ -66,7 +67,7 @@ def first_sentence_end(paragraph: str) -> int | None:
         while scanned < stop.start():
             closed_at = _closing_mark(paragraph, scanned)
             # A quotation that reaches the end of the paragraph has sentences of its own.
-            if closed_at is not None and paragraph[closed_at:length].strip(_CLOSING):
+            if closed_at is not None and closed_at < content_length:
                 enclosed_until = max(enclosed_until, closed_at + 1)
                 scanned = closed_at
             scanned += 1

@@ -3,27 +3,29 @@
 A file holds JSON lines, or one JSON array of any size. Items may be ShareGPT (`conversations` of
 `from` and `value`), OpenAI (`messages` of `role` and `content`), or the mixtures of both that
 published copies contain. FastChat answers (`question_id` with `choices` of `turns`, or with `text`)
-need their question files. Traces have `prompt`, `response` and `history`.
+need their question files. Traces have `prompt`, `response` and `history`. All of them may have a
+system message in a field of its own (`system`, `system_prompt`). An assistant message of OpenAI's
+form may have `weight: 0`: it is read by later answers, but not trained.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
-
-import ijson  # type: ignore[import-untyped]
+from typing import Any
 
 from apar_core.errors import DataError
 from apar_core.offline.data.records import ChatMessage
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# Chats nest five levels deep. Unlimited nesting would exhaust the memory.
-_MAX_DEPTH = 100
+_READ_BYTES = 1 << 20
+# Of an array, where a missing bracket makes all that follows one element.
+_MAX_ITEM_BYTES = 64 << 20
 
 _ROLES = {
     "human": "user",
@@ -37,6 +39,11 @@ _ROLES = {
     "system": "system",
     "developer": "system",
 }
+
+_SYSTEM_FIELDS = ("system", "system_prompt")
+
+DAMAGED_ARRAY = "damaged array"
+"""Reason of the refusal after which the rest of a file could not be read."""
 
 ReadBytes = Callable[[int], None]
 Questions = Mapping[str, tuple[str, ...]]
@@ -54,33 +61,19 @@ class ItemRefusedError(DataError):
 class SourceItem:
     """One line or array element; `number` counts from 1.
 
-    `value` is the bytes of a line or a parsed element. It is None if the array is damaged here;
-    `failure` then says how.
+    `text` is None if the array is damaged here; `failure` then says how, and no item follows.
     """
 
     source: str
     number: int
     unit: str
-    value: Any
+    text: bytes | None
     failure: str | None = None
 
     @property
     def place(self) -> str:
         """File and line or element number, for messages."""
         return f"{self.source}, {self.unit} {self.number}"
-
-
-class _CountingFile:
-    """File wrapper that reports the number of bytes read."""
-
-    def __init__(self, file: IO[bytes], on_read: ReadBytes) -> None:
-        self._file = file
-        self._on_read = on_read
-
-    def read(self, size: int = -1) -> bytes:
-        content = self._file.read(size)
-        self._on_read(len(content))
-        return content
 
 
 def source_files(inputs: Sequence[Path]) -> list[Path]:
@@ -129,43 +122,77 @@ def _line_items(path: Path, file: BufferedReader, on_read: ReadBytes) -> Iterato
 
 
 def _array_items(path: Path, file: BufferedReader, on_read: ReadBytes) -> Iterator[SourceItem]:
-    if file.peek().startswith(_BYTE_ORDER_MARK):
-        on_read(len(file.read(len(_BYTE_ORDER_MARK))))
+    def read(size: int) -> bytes:
+        content = file.read(size)
+        on_read(len(content))
+        return content
+
     number = 0
     try:
-        elements = _elements(_CountingFile(file, on_read))
-        for number, value in enumerate(elements, start=1):
-            yield SourceItem(str(path), number, "item", value)
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        # The parser's own messages are bytes, with the place on further lines.
-        message = error.args[0] if error.args else ""
-        text = message.decode(errors="replace") if isinstance(message, bytes) else str(error)
-        failure = f"{text.strip().splitlines()[0]}; the rest of the file is skipped"
-        yield SourceItem(str(path), number + 1, "item", None, failure)
+        for number, element in enumerate(_elements(read), start=1):
+            yield SourceItem(str(path), number, "item", element)
+    except _DamagedArrayError as error:
+        yield SourceItem(str(path), number + 1, "item", None, str(error))
 
 
-def _elements(file: _CountingFile) -> Iterator[Any]:
-    """Yield the elements of an array. Raises ijson.JSONError, also for excessive nesting."""
-    depth = 0
-    builder = ijson.ObjectBuilder()
-    for event, value in ijson.basic_parse(file, use_float=True):
-        if depth == 1:
-            builder = ijson.ObjectBuilder()
-        is_outermost = depth == 0
-        if event in ("start_map", "start_array"):
-            depth += 1
-            if depth > _MAX_DEPTH:
-                raise ijson.JSONError("nested too deeply")
-        elif event in ("end_map", "end_array"):
-            depth -= 1
-        if depth > 0 and not is_outermost:
-            builder.event(event, value)
-            if depth == 1:
-                yield builder.value
+class _DamagedArrayError(Exception):
+    """The elements of an array cannot be told apart from here on."""
+
+
+_ARRAY_MARK = re.compile(
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?P<string>")?|(?P<open>[\[{])|(?P<close>[\]}])|(?P<comma>,)',
+    re.DOTALL,
+)
+
+
+def _elements(read: Callable[[int], bytes]) -> Iterator[bytes]:
+    """Yield the JSON text of each element of an array, in time linear in the length of the file.
+
+    Elements are separated by looking at strings and brackets only, so an element that is not valid
+    JSON, or not UTF-8, does not affect the others. Raises _DamagedArrayError.
+    """
+    text = b""
+    start = position = depth = 0
+    has_ended = False
+    # Reading at least as much again keeps the time linear for long elements.
+    while chunk := read(max(_READ_BYTES, len(text) - start)):
+        text = text[start:] + chunk
+        start, position = 0, position - start
+        for mark in _ARRAY_MARK.finditer(text, position):
+            position = mark.start()
+            kind = mark.lastgroup
+            if has_ended:
+                raise _DamagedArrayError("the file goes on after the end of the array")
+            if kind is None:
+                # The string continues in the next chunk.
+                break
+            if kind == "open":
+                depth += 1
+                if depth == 1:
+                    start = mark.end()
+            elif kind == "close":
+                depth -= 1
+                has_ended = depth == 0
+            if has_ended or (kind == "comma" and depth == 1):
+                element = text[start : mark.start()]
+                if kind == "comma" or element.strip():
+                    yield element
+                start = mark.end()
+        else:
+            position = len(text)
+        if len(text) - start > _MAX_ITEM_BYTES:
+            raise _DamagedArrayError(f"an element has more than {_MAX_ITEM_BYTES >> 20} MiB")
+    if has_ended:
+        if text[start:].strip():
+            raise _DamagedArrayError("the file goes on after the end of the array")
+        return
+    if depth == 1 and text[start:].strip():
+        yield text[start:]
+    raise _DamagedArrayError("the file ends before the array does")
 
 
 def parse_item(line: bytes) -> Any:
-    """Return the JSON value of a line. Raises ItemRefusedError."""
+    """Return the JSON value of a line or element. Raises ItemRefusedError."""
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -197,6 +224,8 @@ def chat_of_item(item: Any, questions: Questions) -> list[ChatMessage]:
         raise ItemRefusedError(
             "missing field", "none of conversations, messages, response, question_id"
         )
+    for field in _SYSTEM_FIELDS:
+        _add_system(messages, item, field)
     _check_order(messages)
     return messages
 
@@ -245,8 +274,24 @@ def _turns(turns: Any, field: str) -> list[ChatMessage]:
             raise ItemRefusedError(
                 "unknown role", f"{field}[{number}].{role_field} = {turn.get(role_field)!r:.40}"
             )
-        messages.append(ChatMessage(role, _text(turn, text_field)))
+        weight = turn.get("weight", 1)
+        if weight not in (0, 1):
+            raise ItemRefusedError(
+                "unknown weight", f"{field}[{number}].weight = {weight!r:.40}; use 0 or 1"
+            )
+        messages.append(ChatMessage(role, _text(turn, text_field), is_trained=weight == 1))
     return messages
+
+
+def _add_system(messages: list[ChatMessage], item: Mapping[str, Any], field: str) -> None:
+    """Put the system message of a field of the item before the turns."""
+    if item.get(field) in (None, ""):
+        return
+    system = ChatMessage("system", _text(item, field))
+    if not messages or messages[0].role != "system":
+        messages.insert(0, system)
+    elif messages[0] != system:
+        raise ItemRefusedError("two system messages", f"{field} and the first turn differ")
 
 
 def _text(item: Mapping[str, Any], field: str) -> str:

@@ -151,7 +151,8 @@ def is_empty_thought(thought: str) -> bool:
 
 
 # Line breaks and full stops may have another meaning here than in prose. The first match is the
-# reason that the report gives.
+# reason that the report gives. Each pattern of this file takes time linear in the text: a repeated
+# part never begins at many places of what another one has read.
 _AMBIGUITIES: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "code block",
@@ -161,10 +162,13 @@ _AMBIGUITIES: tuple[tuple[str, re.Pattern[str]], ...] = (
             re.MULTILINE,
         ),
     ),
-    ("url", re.compile(r"https?://|\bwww\.\w|\bftp://|\[[^\]\n]+\]\([^)\s]+\)", re.IGNORECASE)),
+    (
+        "url",
+        re.compile(r"https?://|\bwww\.\w|\bftp://|\[[^\[\]\n]+\]\([^()\s]+[()]", re.IGNORECASE),
+    ),
     (
         "table",
-        re.compile(r"^[ \t]*\|[^\n]*\|[ \t\r]*$|^[ \t]*[^|\n]+\|[ \t]*:?-{2,}", re.MULTILINE),
+        re.compile(r"^[ \t]*\|[^\n]*\|[ \t\r]*$|^[^|\n]+\|[ \t]*:?-{2,}", re.MULTILINE),
     ),
     (
         "html",
@@ -196,27 +200,42 @@ def ambiguity(answer: str) -> str | None:
     return None
 
 
+# Spaces within a line: also the no-break spaces of word processors, and the ideographic space.
+_BLANK = r" \t\u00a0\u2007\u202f\u3000"
 _POINT = re.compile(
-    r"^(?P<indent>[ \t]{0,12})(?:#{1,6}[ \t]+)?[*_]{0,3}"
-    r"(?P<number>\d{1,3})[.)][*_]{0,3}[ \t]+(?=\S)",
+    rf"^(?P<indent>[{_BLANK}]{{0,12}})(?:#{{1,6}}[{_BLANK}]+)?[*_]{{0,3}}"
+    rf"(?P<number>\d{{1,3}})[.)][*_]{{0,3}}[{_BLANK}]+(?=\S)",
     re.MULTILINE,
 )
 # Not the colon of 10:30. Closing emphasis marks belong to the root.
 _ROOT_COLON = re.compile(r":[*_]{0,3}(?=\s|\Z)|：[*_]{0,3}")  # noqa: RUF001
 _LINE_END = re.compile(r"[\r\n]|\Z")
-_HEADING_START = re.compile(r"\n[ \t]*#{1,6}[ \t]")
+_HEADING_START = re.compile(rf"\n[{_BLANK}]*#{{1,6}}[{_BLANK}]")
 # The last point ends at a paragraph that is neither indented nor an item, or at a bare number with
 # which the answer breaks off.
-_LIST_END = re.compile(r"\n[ \t\r]*\n(?=[^\s*+•\-–—])|\n[ \t]*\d{1,3}[.)]\s*\Z")  # noqa: RUF001
+_LIST_END = re.compile(
+    rf"\n[{_BLANK}\r]*\n(?=[^\s*+•\-–—])|\n[{_BLANK}]*\d{{1,3}}[.)]\s*\Z"  # noqa: RUF001
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Numbered line: offsets of the line and of its text, and its number."""
+    """Numbered line: offsets of the line and of its text, columns of its indent, and its number."""
 
     start: int
     text_start: int
+    indent: int
     number: int
+
+    @classmethod
+    def of_match(cls, match: re.Match[str]) -> _Point:
+        """Return the point of a match of `_POINT`."""
+        indent = len(match["indent"].expandtabs(4))
+        return cls(match.start(), match.end(), indent, int(match["number"]))
+
+    def is_nested_in(self, other: _Point) -> bool:
+        """Return whether the point is indented below the other."""
+        return self.indent > other.indent + 1
 
 
 def _ordered_list_details(answer: str) -> list[_Detail] | None:
@@ -236,26 +255,36 @@ def _ordered_list_details(answer: str) -> list[_Detail] | None:
 
 
 def _lists(answer: str) -> Iterator[list[_Point]]:
-    """Yield the top-level lists; numbers out of sequence do not count as points."""
+    """Yield the top-level lists, whose numbers ascend, or are all 1.
+
+    A number other than 1 begins a list if the next point has the number after it.
+    """
+    numbered = [_Point.of_match(match) for match in _POINT.finditer(answer)]
     points: list[_Point] = []
-    list_indent = 0
-    for match in _POINT.finditer(answer):
-        indent = len(match["indent"].expandtabs(4))
-        number = int(match["number"])
-        if points and indent > list_indent + 1:
+    for index, point in enumerate(numbered):
+        if points and point.is_nested_in(points[0]):
             continue
         previous = points[-1].number if points else None
-        continues = previous is not None and (number == previous + 1 or number == previous == 1)
-        if not continues and number > 1:
-            continue
-        if points and not continues:
-            yield points
+        continues = previous is not None and (
+            point.number > previous or point.number == previous == 1
+        )
+        if not continues:
+            if point.number != 1 and not _is_counted_on(numbered, index):
+                continue
+            if points:
+                yield points
             points = []
-        if not points:
-            list_indent = indent
-        points.append(_Point(match.start(), match.end(), number))
+        points.append(point)
     if points:
         yield points
+
+
+def _is_counted_on(numbered: Sequence[_Point], index: int) -> bool:
+    """Return whether the next point at the level of a point has the number after it."""
+    for other in range(index + 1, len(numbered)):
+        if not numbered[other].is_nested_in(numbered[index]):
+            return numbered[other].number == numbered[index].number + 1
+    return False
 
 
 def _list_details(answer: str, points: Sequence[_Point], following: int) -> Iterator[_Detail]:
@@ -286,14 +315,20 @@ def _num_content_characters(answer: str, detail: _Detail) -> int:
     return len(answer[detail.start : detail.end].strip())
 
 
-_BULLET = re.compile(r"^(?P<indent>[ \t]{0,12})[*+•\-–][ \t]+(?=\S)", re.MULTILINE)  # noqa: RUF001
-_LIST_HEADING = re.compile(
-    r"^(?:#{1,6}[ \t]+[^\r\n]+|\*\*[^*\r\n]+\*\*:?|[A-Z][^\r\n.!?]{2,60}:)[ \t]*(?=\r?\n)",
+_BULLET = re.compile(
+    rf"^(?P<indent>[{_BLANK}]{{0,12}})[*+•\-–][{_BLANK}]+(?=\S)",  # noqa: RUF001
     re.MULTILINE,
 )
-_LISTED = re.compile(r"\s*\n[ \t]*(?:[*+•\-–]|\d{1,3}[.)])[ \t]")  # noqa: RUF001
+_LIST_HEADING = re.compile(
+    rf"^(?:#{{1,6}}[{_BLANK}][^\r\n]++|\*\*[^*\r\n]+\*\*:?|[A-Z][^\r\n.!?]{{2,60}}:)[{_BLANK}]*(?=\r?\n)",
+    re.MULTILINE,
+)
+_LISTED = re.compile(
+    rf"\s*\n[{_BLANK}]*(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]"  # noqa: RUF001
+)
 _COLON = re.compile(r"[^\r\n]*?(?::[*_]{0,3}(?=\s)|：[*_]{0,3})")  # noqa: RUF001
-_NEXT_PARAGRAPH = re.compile(r"\n[ \t\r]*\n(?=\S)")
+_NEXT_PARAGRAPH = re.compile(rf"\n[{_BLANK}\r]*\n(?=\S)")
+_NEXT_UNLISTED = re.compile(rf"\n[{_BLANK}\r]*\n(?=[^\s*+•\-–\d])")  # noqa: RUF001
 
 
 def _unordered_details(answer: str) -> list[_Detail] | None:
@@ -333,17 +368,18 @@ def _heading_details(answer: str) -> list[_Detail]:
         end = headings[index + 1].start() if index + 1 < len(headings) else len(answer)
         first_item = _LISTED.match(answer, heading.end())
         after_item = first_item.end() if first_item is not None else heading.end()
-        paragraph = re.compile(r"\n[ \t\r]*\n(?=[^\s*+•\-–\d])").search(  # noqa: RUF001
-            answer, after_item, end
-        )
+        paragraph = _NEXT_UNLISTED.search(answer, after_item, end)
         detail = _trimmed_detail(answer, heading.end(), paragraph.start() if paragraph else end)
         if detail is not None:
             details.append(detail)
     return details
 
 
-_BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
-_ITEM = re.compile(r"^(?P<indent>[ \t]*)(?:[*+•\-–]|\d{1,3}[.)])[ \t]", re.MULTILINE)  # noqa: RUF001
+_BLANK_LINES = re.compile(rf"\n[{_BLANK}\r]*\n\s*")
+_ITEM = re.compile(
+    rf"^(?P<indent>[{_BLANK}]*)(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]",  # noqa: RUF001
+    re.MULTILINE,
+)
 
 # Openings that announce the answer without content: no thread could continue from one alone.
 _INTERJECTION = re.compile(

@@ -60,14 +60,27 @@ def test_the_report_shows_kinds_refusals_and_samples(source: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "words"), [("[]", "contain no chats"), ("{", "No answer could be used")]
 )
-def test_a_run_without_usable_chats_says_so(tmp_path: Path, text: str, words: str) -> None:
+def test_a_run_without_usable_chats_fails(tmp_path: Path, text: str, words: str) -> None:
     source = tmp_path / "chats.json"
     source.write_text(text)
 
     exit_code, output = run(source, "--out", tmp_path / "out")
 
-    assert exit_code == 0
+    assert exit_code == 1
     assert words in output
+    assert "Nothing was written" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_breaks_off_fails_after_writing_what_came_before(tmp_path: Path) -> None:
+    source = tmp_path / "chats.json"
+    source.write_text("[" + chat(LIST) + ', {"conversations": [')
+
+    exit_code, output = run(source, "--out", tmp_path / "out")
+
+    assert exit_code == 1
+    assert "chats.json, item 2: damaged array: the file ends before the array does" in output
+    assert len(list(read_examples(tmp_path / "out"))) == 1
 
 
 def test_zero_keeps_all(source: Path, tmp_path: Path) -> None:

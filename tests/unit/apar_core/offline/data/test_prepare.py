@@ -28,7 +28,9 @@ from apar_core.workload.trace import read_trace
 
 def outcomes(*turns: tuple[str, str]) -> list[Outcome]:
     item: Any = {"conversations": [{"from": role, "value": text} for role, text in turns]}
-    source = SourceItem(source="chats/a.json", number=3, unit="item", value=item)
+    source = SourceItem(
+        source="chats/a.json", number=3, unit="item", text=json.dumps(item).encode()
+    )
     return list(ItemPreparation(StructureRules(), {}).outcomes(source))
 
 
@@ -240,16 +242,112 @@ def test_held_out_queries_of_an_earlier_run_are_deleted(tmp_path: Path) -> None:
     assert len(list(read_examples(tmp_path / "out"))) == 3
 
 
-@pytest.mark.parametrize("damage", [b', {"x": ]', b', "\xff"]', b",", b", " + b"[" * 100_000])
-def test_items_before_damage_in_an_array_are_used(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (b'{"x": 18446744073709551615}', "missing field"),
+        (b'{"x": [NaN, 1e400]}', "missing field"),
+        (b'{"x": "a\tb"}', "broken JSON"),
+        (b'{"x": }', "broken JSON"),
+        (b'{"x": "\xff"}', "not UTF-8"),
+        (rb'{"prompt": "q", "response": "\ud800"}', "no Unicode text"),
+        (b'"a\\\\", "]", "\\"[{,"', "wrong type"),
+        (b"[" * 100_000 + b"]" * 100_000, "broken JSON"),
+        (b"", "broken JSON"),
+    ],
+)
+def test_a_bad_element_of_an_array_costs_no_other(tmp_path: Path, bad: bytes, reason: str) -> None:
+    source = tmp_path / "chats.json"
+    good = json.dumps(chat("q", LIST)).encode()
+    source.write_bytes(b"[" + good + b",\n" + bad + b",\n" + good + b"]\n")
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert report.refusals.keys() == {reason}
+    assert report.refusal_examples[0].place.endswith("item 2")
+    assert len(list(read_examples(tmp_path / "out"))) == 2
+
+
+def test_an_array_is_split_wherever_reading_pauses(tmp_path: Path) -> None:
+    # Reads end within strings, between a backslash and what it escapes, and between elements.
+    items = [chat("q", LIST + '\\"' * length) for length in range(200_000, 200_012)]
+    source = tmp_path / "chats.json"
+    source.write_text(json.dumps(items))
+
+    prepare([source], tmp_path / "out", ALL)
+
+    answers = [flat_text(example.answer) for example in read_examples(tmp_path / "out")]
+    assert answers == [item["conversations"][1]["value"] for item in items]
+
+
+@pytest.mark.parametrize(
+    ("damage", "refusals"),
+    [
+        (b"", {"damaged array": 1}),
+        (b",", {"damaged array": 1}),
+        (b', {"x": [', {"damaged array": 1}),
+        (b', "x', {"broken JSON": 1, "damaged array": 1}),
+        (b"] {}", {"damaged array": 1}),
+        (b"] x", {"damaged array": 1}),
+        (b", " + b"[" * 100_000, {"damaged array": 1}),
+    ],
+)
+def test_items_before_damage_in_an_array_are_used(
+    tmp_path: Path, damage: bytes, refusals: dict[str, int]
+) -> None:
     source = tmp_path / "chats.json"
     source.write_bytes(b"[" + json.dumps(chat("q", LIST)).encode() + damage)
 
     report = prepare([source], tmp_path / "out", ALL)
 
-    assert report.refusals == {"broken JSON": 1}
-    assert report.refusal_examples[0].place.endswith("item 2")
+    assert report.refusals == refusals
     assert len(list(read_examples(tmp_path / "out"))) == 1
+
+
+def test_an_element_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    source = tmp_path / "chats.json"
+    with source.open("wb") as file:
+        file.write(b"[" + json.dumps(chat("q", LIST)).encode() + b', "')
+        file.truncate(1 << 34)
+    num_read = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal num_read
+        num_read += num_bytes
+
+    report = prepare([source], tmp_path / "out", ALL, on_read=count)
+
+    assert report.refusals == {"damaged array": 1}
+    assert "64 MiB" in report.refusal_examples[0].message
+    assert num_read <= 256 << 20
+
+
+def test_an_answer_with_weight_0_is_read_but_not_trained(tmp_path: Path) -> None:
+    turns = [("user", "q", None), ("assistant", "bad", 0), ("user", "r", None)]
+    turns.append(("assistant", "good", 1))
+    messages = [
+        {"role": role, "content": text} | ({} if weight is None else {"weight": weight})
+        for role, text, weight in turns
+    ]
+    source = write_lines(tmp_path / "chats.jsonl", {"messages": messages})
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    [example] = read_examples(tmp_path / "out")
+    assert flat_text(example.answer) == "good"
+    assert [message.content for message in example.messages] == ["q", "bad", "r"]
+    assert (report.num_answers, report.num_not_trained) == (1, 1)
+
+
+def test_without_a_usable_answer_nothing_is_replaced(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chats.jsonl", chat("q", "a"))
+    prepare([source], tmp_path / "out", ALL)
+    before = contents(tmp_path / "out")
+    write_lines(source, {})
+
+    prepare([source], tmp_path / "out", ALL.model_copy(update={"overwrite": True}))
+
+    assert contents(tmp_path / "out") == before
 
 
 def test_elements_that_are_not_chats_are_refused_individually(tmp_path: Path) -> None:

@@ -72,6 +72,29 @@ def test_developer_messages_are_system_messages() -> None:
     assert first == ChatMessage("system", "s")
 
 
+@pytest.mark.parametrize("field", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"prompt": "q", "response": "a"},
+        {"question_id": 7, "text": "a"},
+    ],
+)
+def test_a_system_field_is_the_system_message(item: dict[str, Any], field: str) -> None:
+    assert chat_of_item({**item, field: "s"}, QUESTIONS) == [ChatMessage("system", "s"), *CHAT]
+    assert chat_of_item({**item, field: ""}, QUESTIONS) == CHAT
+    assert chat_of_item({**item, field: None}, QUESTIONS) == CHAT
+
+
+def test_a_system_field_may_repeat_the_first_turn_but_not_differ_from_it() -> None:
+    item = {"system": "x", **turns("system", "human", "gpt")}
+
+    assert [message.role for message in chat_of_item(item, {})] == ["system", "user", "assistant"]
+    with pytest.raises(ItemRefusedError, match="two system messages"):
+        chat_of_item({**item, "system": "y"}, {})
+
+
 def turns(*roles: str) -> dict[str, Any]:
     return {"conversations": [{"from": role, "value": "x"} for role in roles]}
 
@@ -90,6 +113,8 @@ def turns(*roles: str) -> dict[str, Any]:
         ({"conversations": [{"from": "human", "value": 3}]}, "wrong type"),
         ({"conversations": [{"from": "human", "value": "\ud800"}]}, "no Unicode text"),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "unknown role"),
+        ({"conversations": [{"from": "gpt", "value": "x", "weight": 0.5}]}, "unknown weight"),
+        ({"system": 3, **turns("human", "gpt")}, "wrong type"),
         (turns("robot"), "unknown role"),
         (turns(), "no answer"),
         (turns("human"), "no answer"),

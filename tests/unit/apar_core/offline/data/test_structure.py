@@ -94,6 +94,37 @@ def test_years_times_and_numbers_out_of_order_are_not_points() -> None:
     )[0][0].endswith("eat:")
 
 
+@pytest.mark.parametrize(
+    "marks",
+    [
+        ("4. ", "5. ", "6. "),
+        ("0. ", "1. ", "2. "),
+        ("1. ", "2. ", "4. "),
+        ("1.\u00a0", "2.\u00a0", "3.\u00a0"),
+        ("\u00a01. ", "\u00a02. ", "\u00a03. "),
+        ("1.\u3000", "2.\u202f", "3.\u2007"),
+        ("1. ", "1. ", "1. "),
+    ],
+)
+def test_lists_fork_wherever_they_start_and_whatever_spaces_they_have(
+    marks: tuple[str, ...],
+) -> None:
+    answer = "\n\n".join(f"{mark}Point: First here. Then there." for mark in marks)
+
+    assert extract_tree(answer).kind == "ordered_list"
+    assert [detail for _, detail in forks(answer)] == [" First here. Then there."] * 3
+
+
+def test_a_single_number_in_prose_is_not_a_point() -> None:
+    answer = "He was\n42. His wife: somewhat younger.\n\n" + LIST
+
+    assert [detail for _, detail in forks(answer)] == [detail for _, detail in forks(LIST)]
+
+
+def test_blank_lines_with_no_break_spaces_separate_paragraphs() -> None:
+    assert extract_tree("Cats sleep. All day.\n\u00a0\nDogs run. Far.").kind == "paragraphs"
+
+
 def test_the_first_sentence_of_a_paragraph_is_its_root() -> None:
     answer = "Cats sleep. They do it all day.\n\nDogs run.\r\n\r\nBirds fly. Some only walk.\n"
 
@@ -200,6 +231,17 @@ def test_many_points_do_not_exceed_the_recursion_limit() -> None:
 
     assert count_forks(tree) == 899
     assert flat_text(tree) == answer
+
+
+# In quadratic time, each of these would take an hour or more.
+@pytest.mark.parametrize("unit", [" ", "\u00a0", "[", "[a](", '"', "(", "<a ", "|", "\n", "2. "])
+@pytest.mark.parametrize("start", ["", "# ", "a.\n\n"])
+def test_the_time_is_linear_in_the_answer(start: str, unit: str) -> None:
+    answer = start + unit * (1_000_000 // len(unit)) + ". end"
+
+    extracted = extract_tree(answer, UNORDERED)
+
+    assert flat_text(extracted.tree) == answer
 
 
 @pytest.mark.parametrize(
