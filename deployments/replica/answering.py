@@ -47,8 +47,10 @@ ENGINE_ANSWER_S = 25.0
 _MAX_UNANSWERED = 2
 # Period at which a request whose deadline has passed is ended again, until its answer has ended.
 _END_AGAIN_S = 0.05
-# Period of token counts of a whole answer. A client that leaves pays up to the last one.
+# Shortest period of token counts of a whole answer. A client that leaves pays up to the last one.
 PROGRESS_S = 0.25
+# Periods grow with the time since the start, so that few counts are sent of a long answer.
+_PROGRESS_SHARE = 0.25
 
 
 class AnsweringEngine(Protocol):
@@ -337,8 +339,10 @@ class Answering:
         followed = self._follow(request)
         reported = Piece(b"")
         answer = asyncio.create_task(self._joined(request, followed))
+        began_s, period_s = time.monotonic(), PROGRESS_S
         try:
-            while not (await asyncio.wait([answer], timeout=PROGRESS_S))[0]:
+            while not (await asyncio.wait([answer], timeout=period_s))[0]:
+                period_s = max(PROGRESS_S, _PROGRESS_SHARE * (time.monotonic() - began_s))
                 piece = followed.piece(b"")
                 if piece.num_tokens or piece.prompt_tokens != reported.prompt_tokens:
                     yield piece
