@@ -45,6 +45,7 @@ EXTRAS = {
     "uvloop": "loadtest",
     "vllm": "cpu` or `gpu",
     "yaml": "serve",
+    "zstandard": "serve",
 }
 """The extra to install for a module that is missing; some are in further extras."""
 

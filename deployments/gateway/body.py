@@ -13,7 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.types import Receive
 
 from apar_core.errors import CapacityError, RequestError
+from deployments.gateway.codings import Decoder, decoder_of
 from deployments.gateway.request_options import NO_OPTIONS, RequestOptions
+from deployments.wire.answer import Headers
 from deployments.wire.errors import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
 from deployments.wire.request import RequestHint
 from deployments.wire.routes import OPENAI_SHAPE, BodyShape
@@ -110,32 +112,45 @@ class HeldBody:
         self.num_bytes += num_bytes
 
 
-async def read_body(receive: Receive, max_bytes: int, held: HeldBody, *, timeout_s: float) -> bytes:
-    """Receive the whole body and count it in `held`.
+async def read_body(
+    receive: Receive, headers: Headers, max_bytes: int, held: HeldBody, *, timeout_s: float
+) -> bytes:
+    """Receive the whole body, decode its `Content-Encoding`, and count the result in `held`.
 
-    Raises BodyTooLargeError as soon as the body exceeds `max_bytes`, and BodyTimeoutError if it has
-    not arrived within `timeout_s`. Raises CapacityError if the budget of all bodies is used up.
+    Raises UnsupportedCodingError for an unknown coding and RequestError for invalid data. Raises
+    BodyTooLargeError as soon as the body, compressed or not, exceeds `max_bytes`, and
+    BodyTimeoutError if it has not arrived within `timeout_s`. Raises CapacityError if the budget of
+    all bodies is used up.
     """
+    decoder = decoder_of(headers)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read(receive, max_bytes, held)
+            return await _read(receive, decoder, max_bytes, held)
     except TimeoutError as error:
         raise BodyTimeoutError(
             f"The body did not arrive within {timeout_s:g} s; {held.num_bytes} bytes arrived."
         ) from error
 
 
-async def _read(receive: Receive, max_bytes: int, held: HeldBody) -> bytes:
+async def _read(receive: Receive, decoder: Decoder, max_bytes: int, held: HeldBody) -> bytes:
     pieces: list[bytes] = []
-    room = max_bytes
+    room = received_room = max_bytes
     while True:
         message = await receive()
-        pieces.append(message.get("body", b""))
-        room -= len(pieces[-1])
-        if room < 0:
+        received = message.get("body", b"")
+        # Compressed data may be endless and decode to nothing.
+        received_room -= len(received)
+        for piece in decoder.decode(received):
+            room -= len(piece)
+            if room < 0:
+                raise BodyTooLargeError(f"The body is larger than {max_bytes} bytes.")
+            held.add(len(piece))
+            pieces.append(piece)
+        if received_room < 0:
             raise BodyTooLargeError(f"The body is larger than {max_bytes} bytes.")
-        held.add(len(pieces[-1]))
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            if not decoder.is_complete:
+                raise RequestError("The body ends before the end of its compressed data.")
             return b"".join(pieces)
 
 

@@ -262,7 +262,11 @@ class Gateway:
         try:
             limits = self._settings.limits
             raw = await read_body(
-                receive, limits.max_body_bytes, held, timeout_s=limits.body_timeout_s
+                receive,
+                scope["headers"],
+                limits.max_body_bytes,
+                held,
+                timeout_s=limits.body_timeout_s,
             )
         except CapacityError:
             caller.refund(admission)
@@ -412,6 +416,7 @@ class Gateway:
         with self._bodies.hold(caller.name) as held:
             body = await read_body(
                 receive,
+                scope["headers"],
                 min(_ADMIN_BODY_BYTES, limits.max_body_bytes),
                 held,
                 timeout_s=limits.body_timeout_s,

@@ -11,6 +11,7 @@
           WrongMethodError           405 method_not_allowed
         BodyTimeoutError             408 request_timeout
         BodyTooLargeError            413 request_too_large
+        UnsupportedCodingError       415 unsupported_content_encoding
         PromptTooLongError           400 context_length_exceeded
         RateLimitError               429 rate_limit_exceeded
           BudgetError                429 tokens_per_day_exceeded, and so on
@@ -143,6 +144,24 @@ class BodyTooLargeError(RequestError):
     status = 413
     code = "request_too_large"
     reason = "too_large"
+
+
+CODINGS = ("gzip", "deflate", "zstd")
+"""Content codings of request bodies that are decoded."""
+
+
+class UnsupportedCodingError(RequestError):
+    """The body has a content coding that is not decoded, or several."""
+
+    status = 415
+    code = "unsupported_content_encoding"
+
+    def __init__(self, coding: str) -> None:
+        super().__init__(
+            f"`Content-Encoding: {coding}` is not supported; send one of {', '.join(CODINGS)}, or "
+            "a body without a coding.",
+            param="content-encoding",
+        )
 
 
 class PromptTooLongError(RequestError):
@@ -378,6 +397,8 @@ def answer_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorA
         extra_headers = ((b"x-should-retry", b"false"),)
     elif isinstance(error, UnknownKeyError):
         extra_headers = ((b"www-authenticate", b'Bearer realm="apar"'),)
+    elif isinstance(error, UnsupportedCodingError):
+        extra_headers = ((b"accept-encoding", ", ".join(CODINGS).encode()),)
     if isinstance(error, RateLimitError):
         kind = error.kind
     return ErrorAnswer(
