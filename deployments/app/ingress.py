@@ -26,6 +26,7 @@ from deployments.app.gateway_group import GroupMember
 from deployments.gateway.cors import Cors
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics, watch_lag
+from deployments.gateway.health import LIVE_PATH
 from deployments.gateway.settings import GatewaySettings, in_place_settings
 from deployments.relay.direct_calls import DirectCalls
 from deployments.relay.relay import send_error, send_whole
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 APPLICATION = "apar"
 GATEWAY = "Gateway"
-LIVE_PATH = "/live"
 _EVENTS = b"text/event-stream"
 # Key of the complete settings in a generated `user_config`.
 _WHOLE = "settings"
@@ -251,7 +251,7 @@ class FrontDoor:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"] == LIVE_PATH:
+        elif scope["path"] == LIVE_PATH and scope["method"] in ("GET", "HEAD"):
             await send_whole(send, AnswerStart(HTTPStatus.OK, [JSON_TYPE], b'{"status":"ok"}'))
         elif self._closed:
             self._refused()

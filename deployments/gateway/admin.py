@@ -57,7 +57,7 @@ class Admin:
         if allowed is None:
             raise UnknownRouteError(f"Unknown route: {method} {path}")
         if method not in allowed:
-            raise WrongMethodError(f"{path} does not accept {method}")
+            raise WrongMethodError(method, path, allowed)
         if self._callers.store is None:
             raise StoreError("no store is configured")
         store = self._callers.store

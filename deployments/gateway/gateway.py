@@ -27,6 +27,7 @@ from deployments.gateway.gateway_metrics import GatewayMetrics
 from deployments.gateway.gateway_trace import start_trace
 from deployments.gateway.health import (
     HEALTH_PATH,
+    LIVE_PATH,
     READY_PATH,
     HealthProbe,
     health_answer,
@@ -35,7 +36,7 @@ from deployments.gateway.health import (
     ready_answer,
 )
 from deployments.gateway.ledger import Tally
-from deployments.gateway.models import Model, by_name, describe, find_model, list_models
+from deployments.gateway.models import Model, by_name, card_of, describe, find_model, list_models
 from deployments.gateway.rate_limits import Admission
 from deployments.gateway.request_options import priority_of, read_options
 from deployments.gateway.settings import GatewaySettings
@@ -62,7 +63,7 @@ from deployments.wire.errors import (
     answer_for,
 )
 from deployments.wire.request import Deadlines, RelayedRequest, RequestHint, RequestTerms
-from deployments.wire.routes import MODELS_PATH, OPENAPI_PATH, ROUTES, STORED_RESPONSES
+from deployments.wire.routes import MODELS_PATH, ONE_MODEL, OPENAPI_PATH, ROUTES, STORED_RESPONSES
 
 logger = logging.getLogger(__name__)
 
@@ -214,20 +215,23 @@ class Gateway:
             self.callers.ledger.refused(caller.name, record)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
-        method, path = scope["method"], scope["path"]
+        # A server in front leaves out the body of an answer to HEAD.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        path = scope["path"]
         caller: Caller | None = None
         try:
             if path.startswith(ADMIN_PATH):
                 await self._administer(exchange, scope, receive)
                 return
-            if path not in ROUTES or ROUTES[path].method != method:
+            accepted = self._method_of(path)
+            if accepted != method:
+                if accepted is not None:
+                    raise WrongMethodError(scope["method"], path, [accepted])
                 if path.startswith(STORED_RESPONSES):
                     raise UnknownRouteError(
                         f"Responses are not stored here, so {path} does not exist"
                     )
-                if path in ROUTES or _is_about_health(path) or path in self._page:
-                    raise WrongMethodError(f"{path} does not accept {method}")
-                raise UnknownRouteError(f"Unknown route: {method} {path}")
+                raise UnknownRouteError(f"Unknown route: {scope['method']} {path}")
             caller = await self.callers.identify(scope["headers"])
             exchange.called_by(caller)
             # Before the body is read: reading and parsing cost more than refusing.
@@ -244,6 +248,13 @@ class Gateway:
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
             await send_error(exchange.send, answer_for(error).in_form(exchange.form))
+
+    def _method_of(self, path: str) -> str | None:
+        """Return the method that a path accepts, None if it does not exist."""
+        if path in ROUTES:
+            return ROUTES[path].method
+        is_known = path.startswith(ONE_MODEL) or path == LIVE_PATH or path in self._page
+        return "GET" if is_known or _is_about_health(path) else None
 
     async def _answer(
         self,
@@ -421,17 +432,21 @@ class Gateway:
                 held,
                 timeout_s=limits.body_timeout_s,
             )
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
         answer = await self._admin.answer(
-            scope["method"], scope["path"], scope["query_string"], body, caller
+            method, scope["path"], scope["query_string"], body, caller
         )
         await send_whole(exchange.send, answer)
 
     async def _describe(self, caller: Caller, scope: Scope, exchange: Exchange) -> None:
         """Answer a GET request about the server, which does not wait in a model's queue."""
         wait_s = self._settings.models_wait_s
-        method, path, query = scope["method"], scope["path"], scope["query_string"]
-        request = RelayedRequest(method, path, query, _headers(scope, exchange), b"")
-        if path == MODELS_PATH:
+        path = scope["path"]
+        one = path.removeprefix(ONE_MODEL) if path.startswith(ONE_MODEL) else None
+        asked_path = path if one is None else MODELS_PATH
+        headers = _headers(scope, exchange)
+        request = RelayedRequest("GET", asked_path, scope["query_string"], headers, b"")
+        if asked_path == MODELS_PATH:
             models = {name: model for name, model in self._by_name.items() if caller.may_use(name)}
             answer = await list_models(
                 models,
@@ -440,6 +455,8 @@ class Gateway:
                 created_s=self._created_s,
                 aliases=self._settings.aliases,
             )
+            if one is not None:
+                answer = card_of(one, answer)
         else:
             # A call to a sleeping model would start a replica.
             awake = by_name(model for model in self._models.values() if model.replicas.num_running)

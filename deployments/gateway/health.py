@@ -17,6 +17,7 @@ from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import JSON_TYPE, NotReadyError, answer_for
 from deployments.wire.start import StartReport, described
 
+LIVE_PATH = "/live"
 HEALTH_PATH = "/health"
 READY_PATH = "/ready"
 

@@ -202,7 +202,7 @@ def find_model(models: Mapping[str, Model], name: object, caller: Caller, *, nee
     if not isinstance(name, str | None):
         raise RequestError("`model` must be a string", param="model")
     if name not in usable:
-        raise UnknownModelError(name or "")
+        raise UnknownModelError(name or "", usable)
     return models[name]
 
 
@@ -235,6 +235,14 @@ async def list_models(
     ]
     body = json.dumps({"object": "list", "data": data}).encode()
     return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
+
+
+def card_of(name: str, listed: AnswerStart) -> AnswerStart:
+    """Return one model of the list that `list_models` returned. Raises UnknownModelError."""
+    cards = {card["id"]: card for card in json.loads(listed.body)["data"]}
+    if name not in cards:
+        raise UnknownModelError(name, list(cards))
+    return AnswerStart(HTTPStatus.OK, [JSON_TYPE], json.dumps(cards[name]).encode())
 
 
 async def describe(

@@ -33,6 +33,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +63,8 @@ REJECTION_REASONS = (
 )
 """Values of the label `reason` of the metric `apar_requests_rejected_total`."""
 _RETRY_AFTER_S = 5.0
+# Of the names of models in an error; `/v1/models` lists all.
+_MAX_NAMES = 20
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -110,9 +113,14 @@ class UnknownModelError(RequestError):
     code = "model_not_found"
     reason = "unknown_model"
 
-    def __init__(self, name: str) -> None:
-        message = f"The model `{name}` does not exist or is not served here."
-        super().__init__(message, param="model")
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        """`served` are the names that the caller may use."""
+        names = ", ".join(served[:_MAX_NAMES]) or "nothing that this key may use"
+        more = f", and {len(served) - _MAX_NAMES} more" if len(served) > _MAX_NAMES else ""
+        super().__init__(
+            f"The model `{name}` does not exist or is not served here; served: {names}{more}.",
+            param="model",
+        )
 
 
 class UnknownRouteError(RequestError):
@@ -124,10 +132,15 @@ class UnknownRouteError(RequestError):
 
 
 class WrongMethodError(UnknownRouteError):
-    """The path is served, but not with this method."""
+    """The path is served, but not with this method; `allowed` are the ones it is served with."""
 
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, method: str, path: str, allowed: Sequence[str]) -> None:
+        # HEAD is answered wherever GET is.
+        self.allowed = (*allowed, *(["HEAD"] if "GET" in allowed else []))
+        super().__init__(f"{path} does not accept {method}; it accepts {', '.join(self.allowed)}")
 
 
 class BodyTimeoutError(RequestError):
@@ -397,6 +410,8 @@ def answer_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorA
         extra_headers = ((b"x-should-retry", b"false"),)
     elif isinstance(error, UnknownKeyError):
         extra_headers = ((b"www-authenticate", b'Bearer realm="apar"'),)
+    elif isinstance(error, WrongMethodError):
+        extra_headers = ((b"allow", ", ".join(error.allowed).encode()),)
     elif isinstance(error, UnsupportedCodingError):
         extra_headers = ((b"accept-encoding", ", ".join(CODINGS).encode()),)
     if isinstance(error, RateLimitError):

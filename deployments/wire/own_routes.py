@@ -70,6 +70,13 @@ _USAGE_ROW = {
 }
 _KEY = _key_schema("shown")
 OWN_OPERATIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "/v1/models/{model}": {
+        "GET": _operation(
+            "A model, adapter or alias, as in the list.",
+            {"type": "object", "required": ["id", "object"]},
+            _parameter("path", "model"),
+        )
+    },
     "/live": {"GET": {"summary": "The gateway's process answers."}},
     "/ready": {"GET": {"summary": "The engine of at least one model answers."}},
     "/health": {"GET": _operation("Every model can serve.", _STATE)},

@@ -89,6 +89,8 @@ _NOT_STORED = "responses are not stored; send the earlier items in `input`"
 _SCORE = Route("POST", _SCORING, "score-{}")
 
 MODELS_PATH = "/v1/models"
+ONE_MODEL = "/v1/models/"
+"""Start of the path of one model; its name follows, which may contain slashes."""
 OPENAPI_PATH = "/openapi.json"
 ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": Route("POST", OPENAI_SHAPE, "chatcmpl-{}", forks=True),

@@ -10,7 +10,7 @@ from compose_spec import PyCompose
 
 from cluster.cli.main import app
 from cluster.config import load_config
-from deployments.app.ingress import LIVE_PATH
+from deployments.gateway.health import LIVE_PATH
 
 REPOSITORY = Path(__file__).parents[3]
 SERVED = REPOSITORY / "containers" / "serve.yaml"

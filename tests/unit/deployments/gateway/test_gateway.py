@@ -176,13 +176,25 @@ async def test_a_request_too_large_for_ray_serve_is_a_413(streaming: bool) -> No
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/", 404), ("GET", CHAT, 405), ("POST", "/health", 405), ("PUT", "/v1/models", 405)],
+    [
+        ("GET", "/", 404),
+        ("GET", CHAT, 405),
+        ("HEAD", CHAT, 405),
+        ("POST", "/health", 405),
+        ("POST", "/live", 405),
+        ("PUT", "/v1/models", 405),
+        ("DELETE", "/v1/models/m", 405),
+    ],
 )
 async def test_unknown_routes_and_methods(method: str, path: str, status: int) -> None:
     answer = await client(FakeReplicas()).request(method, path)
 
     assert answer.status_code == status
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    allowed = "POST" if path == CHAT else "GET, HEAD"
+    assert answer.headers.get("allow") == (allowed if status == 405 else None)
+    if method != "HEAD":
+        assert (f"does not accept {method}" in answer.text) == (status == 405)
+        assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 async def test_a_full_queue_refuses_requests_until_one_ends() -> None:

@@ -46,6 +46,49 @@ async def test_an_alias_is_listed_beside_its_model() -> None:
     assert {"id": "gpt", "root": "/m", "alias_of": "m"} in listed
 
 
+SLASHED: dict[str, Any] = {"aliases": {"org/gpt": "m", "other": "m1"}}
+
+
+@pytest.mark.parametrize("name", ["m", "org/gpt", "org%2Fgpt", "other"])
+async def test_a_model_or_alias_is_found_by_its_name(name: str) -> None:
+    cards = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "root": "/m"}]}'))
+    http = client(cards, FakeReplicas(AnswerStart(200, JSON, b'{"data": []}')), **SLASHED)
+    listed = (await http.get("/v1/models")).json()["data"]
+
+    found = await http.get(f"/v1/models/{name}")
+
+    assert found.status_code == 200
+    (card,) = [card for card in listed if card["id"] == name.replace("%2F", "/")]
+    assert found.json() == card
+
+
+async def test_an_unknown_model_is_a_404_with_the_names_that_the_key_may_use() -> None:
+    cards = FakeReplicas(AnswerStart(200, JSON, b'{"data": []}'))
+    http = client(cards, cards, keys=(key("a", models=["m"]),), **SLASHED)
+
+    for name in ("nope", "m1", "other", ""):
+        refused = await http.get(f"/v1/models/{name}", headers=bearer("a"))
+
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "model_not_found"
+        assert refused.json()["error"]["message"] == (
+            f"The model `{name}` does not exist or is not served here; served: m, org/gpt."
+        )
+    assert (await http.get("/v1/models/m")).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m", "/version", "/openapi.json"])
+async def test_head_is_answered_like_get(path: str) -> None:
+    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"data": [], "paths": {}}'))
+    http = client(replicas)
+
+    answers = [await http.request(method, path) for method in ("GET", "HEAD")]
+
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].headers["content-length"] == answers[1].headers["content-length"]
+    assert {request.method for request in replicas.requests} == {"GET"}
+
+
 async def test_a_key_reaches_an_alias_only_if_it_may_use_the_model() -> None:
     http = client(answering(), answering(), keys=(key("a", models=["m1"]),), **NAMES)
 

@@ -5,11 +5,10 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from deployments.app.ingress import LIVE_PATH
-from deployments.gateway.health import HEALTH_PATH, READY_PATH
+from deployments.gateway.health import HEALTH_PATH, LIVE_PATH, READY_PATH
 from deployments.replica.openapi import OFFERED, describe
 from deployments.wire.errors import ErrorAnswer
-from deployments.wire.routes import OPENAPI_PATH
+from deployments.wire.routes import ONE_MODEL, OPENAPI_PATH
 from deployments.wire.routes import ROUTES as ROUTES_SERVED
 
 
@@ -92,7 +91,7 @@ def test_vllms_own_description_is_not_modified() -> None:
 
 
 def test_every_route_of_the_gateway_is_described() -> None:
-    own = {HEALTH_PATH, f"{HEALTH_PATH}/{{model}}", READY_PATH, LIVE_PATH}
+    own = {f"{ONE_MODEL}{{model}}", HEALTH_PATH, f"{HEALTH_PATH}/{{model}}", READY_PATH, LIVE_PATH}
     admin = {"/admin/keys", "/admin/keys/{name}", "/admin/usage"}
     assert {*OFFERED, OPENAPI_PATH} == {*ROUTES_SERVED, *own, *admin}
     described = describe(DOCUMENT, OFFERED)["paths"]

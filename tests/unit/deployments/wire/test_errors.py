@@ -45,8 +45,8 @@ def error_in(body: bytes) -> dict[str, Any]:
         (CapacityError("full"), 503, "server_error", "overloaded"),
         (UnknownKeyError("who"), 401, "invalid_request_error", "invalid_api_key"),
         (UnknownRouteError("GET /"), 404, "invalid_request_error", "unknown_url"),
-        (WrongMethodError("PUT"), 405, "invalid_request_error", "method_not_allowed"),
-        (UnknownModelError("m"), 404, "invalid_request_error", "model_not_found"),
+        (WrongMethodError("PUT", "/", ["GET"]), 405, "invalid_request_error", "method_not_allowed"),
+        (UnknownModelError("m", ["n"]), 404, "invalid_request_error", "model_not_found"),
         (BodyTimeoutError("slow"), 408, "invalid_request_error", "request_timeout"),
         (BodyTooLargeError("big"), 413, "invalid_request_error", "request_too_large"),
         (
