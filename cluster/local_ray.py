@@ -69,8 +69,9 @@ _HAPROXY_WRAPPER = """#!/bin/sh
 config=
 previous=
 check=
-errors=$(dirname "$0")/unreachable.http
-late=$(dirname "$0")/late-body.http
+pages=$(dirname "$0")
+errors=$pages/unreachable.http
+late=$pages/late-body.http
 for argument in "$@"; do
     [ "$previous" = "-f" ] && config=$argument
     [ "$argument" = "-c" ] && check=1
@@ -86,11 +87,13 @@ if [ -n "$config" ] && ! grep -q '^    # Corrected\\.$' "$config"; then
     sed -i \\
     -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
     -e '/^global/,/^defaults/s/^\\( *maxconn \\)[0-9]*$/\\1'$((open + {reserved}))'/' \\
+    -e '/^global/,/^defaults/s/^ *maxconn .*/&\\n    tune.http.maxhdr {max_headers}/' \\
     -e 's/^\\( *stats socket .*\\) mode 666 /\\1 mode 600 /' \\
     -e '/^ *option splice-request$/d' \\
     -e 's#^\\( *errorfile 50[234] \\).*#\\1'"$errors"'#' \\
     {tls}-e '/^backend default_backend/,$s#return status 404 content-type .*#{no_backend}#' \\
     -e '/^frontend http_frontend/a\\    # Corrected.\\n    maxconn '"$open"'\\n    {connections}' \\
+    -e '/^frontend http_frontend/a\\    {protocol}' \\
     -e '/^frontend http_frontend/a\\    {drop_odd_ids}\\n    {json_errors}' \\
     -e '/^frontend http_frontend/a\\    {keep_body}\\n    errorfile 408 '"$late" "$config"
 {probes}fi
@@ -122,6 +125,24 @@ _CLIENTS = r"""option http-ignore-probes
     stick-table type ipv6 size 200k expire 1m store conn_cur
     tcp-request connection track-sc0 src,ipmask(32,64){exempt}
     tcp-request connection reject if { sc0_conn_cur gt '"$source"' }""".replace("\n", r"\n")
+# Requests that uvicorn would not answer, or not in OpenAI's form. It passes an upgrade to WebSocket
+# to another parser, which does not answer POST requests, and drops the body of any other upgrade.
+_PROTOCOL = r"\n    ".join(
+    (
+        "errorfile 400 '\"$pages\"'/bad-request.http",
+        'http-request return status 204 hdr allow "{methods}" if METH_OPTIONS { url * }',
+        "http-request return status 400 {json}/bad-target.json unless { path_beg / }",
+        "http-request return status 501 {json}/bad-method.json unless { method {known_methods} }",
+        "http-request return status 426 {json}/upgrade.json hdr upgrade HTTP/1.1 "
+        "hdr connection upgrade if METH_GET { req.hdr(upgrade) -i websocket }",
+        "http-request del-header upgrade",
+    )
+)
+_METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
+# Known to HTTP, so that the application answers with a 405.
+_REFUSED_METHODS = ("PUT", "PATCH", "TRACE")
+# More than fit into HAProxy's buffer of 16 KiB; by default, it accepts 101.
+_MAX_HEADERS = 4000
 # Health checks, at the same address, to the backend of the application if there is one.
 _PROBES = """\
     section='/^frontend http_frontend/,/^backend /'
@@ -176,6 +197,22 @@ _UNREACHABLE = {
     "type": "server_error",
     "param": None,
     "code": "not_ready",
+}
+_BAD_REQUEST = {
+    "message": "The request is malformed, or its client closed its side of the connection before "
+    "the answer: keep it open until the answer has arrived.",
+    "type": "invalid_request_error",
+    "param": None,
+    "code": "bad_request",
+}
+# Errors that need a file only for their body.
+_JSON_PAGES = {
+    "bad-target": ("The target of the request must be a path or a URL.", "bad_request"),
+    "bad-method": (f"Unknown method; known: {', '.join(_METHODS)}.", "method_not_implemented"),
+    "upgrade": (
+        "WebSocket is not supported: send the request with POST, and `stream: true` for a stream.",
+        "upgrade_required",
+    ),
 }
 _ERROR_HEADERS = ("content-type: application/json", "cache-control: no-cache", "connection: close")
 
@@ -332,6 +369,13 @@ def write_haproxy_wrapper(
         _UNREACHABLE,
     )
     _write_error_page(
+        path.with_name("bad-request.http"), ("HTTP/1.1 400 Bad Request",), _BAD_REQUEST
+    )
+    for name, (message, code) in _JSON_PAGES.items():
+        error = _BAD_REQUEST | {"message": message, "code": code}
+        page = json.dumps({"error": error}).encode()
+        replace_file(path.with_name(f"{name}.json"), page, mode=0o644)
+    _write_error_page(
         path.with_name("late-body.http"),
         ("HTTP/1.1 408 Request Timeout",),
         {
@@ -347,6 +391,11 @@ def write_haproxy_wrapper(
     values = {
         "probes": "" if connections.probe_port is None else _PROBES,
         "connections": _CLIENTS,
+        "protocol": _PROTOCOL,
+        "json": "content-type application/json file '\"$pages\"'",
+        "methods": ", ".join(_METHODS),
+        "known_methods": " ".join((*_METHODS, *_REFUSED_METHODS)),
+        "max_headers": str(_MAX_HEADERS),
         "exempt": f" unless {{ src {networks} }}" if networks else "",
         "max_open": str(connections.max_open),
         "max_per_source": str(connections.max_per_source or "$((open / 4 + 1))"),

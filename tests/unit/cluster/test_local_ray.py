@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -554,6 +555,141 @@ def assert_not_ready(answer: httpx.Response) -> None:
 )
 def test_haproxys_own_errors_are_in_openais_format(tmp_path: Path, backend: str) -> None:
     assert_not_ready(answer_through_haproxy(tmp_path, backend.format(dead=free_port())))
+
+
+HANDSHAKE = (
+    "Upgrade: websocket",
+    "Connection: Upgrade",
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+    "Sec-WebSocket-Version: 13",
+)
+
+
+def heads_through_haproxy(folder: Path, *requests: bytes, half: bool = False) -> list[Any]:
+    """Send each request; return status, headers and body of the answers, and what arrived last.
+
+    With `half`, the client closes its side behind each request.
+    """
+    wrapper, config, port = folder / "haproxy", folder / "c.cfg", free_port()
+    write_haproxy_wrapper(wrapper)
+    found = []
+    with Echoing() as echo, ExitStack() as stack:
+        servers = f"    option abortonclose\n    server one {echo.address}\n"
+        config.write_text("global\n    maxconn 10\n" + retrying(port, servers))
+        stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
+        until(lambda: accepts(port))
+        for request in requests:
+            echo.hangs = half
+            link = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            link.sendall(request)
+            if half:
+                link.shutdown(socket.SHUT_WR)
+            answer = HTTPResponse(link, method=request.partition(b" ")[0].decode("latin1"))
+            answer.begin()
+            found.append((answer.status, answer.headers, answer.read()))
+            echo.may_end.set()
+    return found
+
+
+class Echoing:
+    """A server that answers with the names of the headers and the body that have arrived."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.may_end = threading.Event()
+        echo = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                if echo.hangs:
+                    echo.may_end.wait()
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                names = sorted(name.lower() for name in self.headers)
+                said = json.dumps({"names": names, "body": body.decode()}).encode()
+                self.send_response(200)
+                self.send_header("content-length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
+
+            do_GET = do_POST
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.may_end.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def raw(method: str, target: str, *headers: str, body: str = "") -> bytes:
+    length = [f"content-length: {len(body)}"] if body else []
+    head = [f"{method} {target} HTTP/1.1", "host: a", *length, *headers, "", ""]
+    return ("\r\n".join(head) + body).encode()
+
+
+def test_a_websocket_handshake_is_refused_at_once(tmp_path: Path) -> None:
+    ((status, headers, body),) = heads_through_haproxy(tmp_path, raw("GET", "/v1", *HANDSHAKE))
+
+    assert status == 426
+    # RFC 9110, section 15.5.22.
+    assert (headers["upgrade"], headers["connection"].lower()) == ("HTTP/1.1", "upgrade")
+    assert headers["content-type"] == "application/json"
+    assert json.loads(body)["error"]["code"] == "upgrade_required"
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "x", "h2c"])
+def test_other_upgrades_are_ignored_and_the_body_arrives(tmp_path: Path, protocol: str) -> None:
+    upgrade = (f"Upgrade: {protocol}", *HANDSHAKE[1:])
+
+    ((status, _, answer),) = heads_through_haproxy(tmp_path, raw("POST", "/", *upgrade, body="yes"))
+
+    assert status == 200
+    assert json.loads(answer)["body"] == "yes"
+    assert "upgrade" not in json.loads(answer)["names"]
+
+
+def test_requests_that_uvicorn_cannot_answer_get_openai_errors(tmp_path: Path) -> None:
+    asked = (raw("GET", "nowhere"), raw("GET", "*"), raw("BREW", "/v1"))
+
+    answers = heads_through_haproxy(tmp_path, *asked)
+
+    errors = [json.loads(body)["error"] for _, _, body in answers]
+    assert [status for status, _, _ in answers] == [400, 400, 501]
+    assert [error["code"] for error in errors] == [
+        "bad_request",
+        "bad_request",
+        "method_not_implemented",
+    ]
+    assert all(set(error) == {"message", "type", "param", "code"} for error in errors)
+
+
+def test_the_methods_of_the_server_are_told(tmp_path: Path) -> None:
+    ((status, headers, _),) = heads_through_haproxy(tmp_path, raw("OPTIONS", "*"))
+
+    assert (status, headers["allow"]) == (204, "GET, HEAD, POST, DELETE, OPTIONS")
+
+
+def test_a_url_as_target_and_many_headers_pass_haproxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("http.client._MAXHEADERS", 1000)
+    asked = raw("GET", "http://a/v1"), raw("GET", "/v1", *(f"x-{n}: a" for n in range(900)))
+
+    answers = heads_through_haproxy(tmp_path, *asked)
+
+    assert [status for status, _, _ in answers] == [200, 200]
+
+
+def test_a_client_that_closes_its_side_is_told_why_it_gets_no_answer(tmp_path: Path) -> None:
+    ((status, headers, body),) = heads_through_haproxy(tmp_path, raw("GET", "/v1"), half=True)
+
+    assert (status, headers["content-type"]) == (400, "application/json")
+    assert "closed its side of the connection" in json.loads(body)["error"]["message"]
 
 
 @contextmanager
