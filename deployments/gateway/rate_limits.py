@@ -13,7 +13,7 @@ from limits.errors import StorageError
 
 from cluster.config.keys import KeyConfig
 from deployments.wire.answer import Headers
-from deployments.wire.errors import RateLimitError
+from deployments.wire.errors import PromptTooLongError, RateLimitError
 
 logger = logging.getLogger(__name__)
 
@@ -152,16 +152,13 @@ class Window:
         self._debt = max(self._debt + num, -self.limit)
 
     async def take(self, num: int) -> None:
-        """Use units. Raises RateLimitError if the window has no room for them.
-
-        More units than the limit are taken when the window is empty, and then count in full.
-        """
+        """Use units, at most the limit. Raises RateLimitError if there is no room for them."""
         async with self._lock:
             paid = await self._pay()
-            # Refunds are used first; what exceeds the limit becomes debt.
+            # Refunds are used first.
             due = max(0, num + self._debt)
-            if paid and await self._hit(min(due, self.limit)):
-                self._debt += num - min(due, self.limit)
+            if paid and await self._hit(due):
+                self._debt += num - due
                 return
             state = await self.state()
         wanted = max(0, num + self._debt)
@@ -240,7 +237,16 @@ class KeyRates:
         return await self._take("requests", 1)
 
     async def admit_tokens(self, num: int) -> Admission:
-        """Count the tokens of a prompt. Raises RateLimitError."""
+        """Count the tokens of a prompt. Raises RateLimitError.
+
+        Raises PromptTooLongError for more than the limit: they would be a debt of many minutes.
+        """
+        window = self._windows.get("tokens")
+        if window is not None and num > window.limit:
+            raise PromptTooLongError(
+                f"The prompts of this request have about {num} tokens; the limit "
+                f"`tokens_per_minute` of this key is {window.limit}. Shorten or split the request."
+            )
         return await self._take("tokens", num)
 
     async def _take(self, kind: str, num: int) -> Admission:

@@ -174,9 +174,7 @@ async def relay_answer(
             else:
                 await stream.run(replicas)
         if stream is None:
-            if hold is not None:
-                hold(len(answer.body))
-            await send_whole(send, answer, form_of(request.path))
+            await _send_held(send, answer, form_of(request.path), hold)
     except Exception as error:  # noqa: BLE001  # boundary: the error is logged and answered
         failure = _logged_answer(error, request).in_form(form_of(request.path))
         if stream is not None and stream.begun:
@@ -185,6 +183,19 @@ async def relay_answer(
             await send_error(send, failure)
     finally:
         observer.ended(end if stream is None else stream.end)
+
+
+async def _send_held(
+    send: Send, answer: AnswerStart, form: AnswerForm, hold: Callable[[int], None] | None
+) -> None:
+    """Send a whole answer, or a refusal if there is no room to keep it meanwhile."""
+    try:
+        if hold is not None:
+            hold(len(answer.body))
+    except CapacityError as error:
+        await send_error(send, answer_for(error).in_form(form))
+        return
+    await send_whole(send, answer, form)
 
 
 async def whole_answer(replicas: ReplicaCalls, request: RelayedRequest) -> AnswerStart:
@@ -219,7 +230,7 @@ def _logged_answer(error: Exception, request: RelayedRequest) -> ErrorAnswer:
             reason = "no replica accepted it in time"
         logger.warning("deadline missed", extra=facts | {"reason": reason})
         return answer_for(DeadlineError(deadlines.first[0], reason))
-    if isinstance(error, BodyTooLargeError | CapacityError):
+    if isinstance(error, BodyTooLargeError):
         return answer_for(error)
     if isinstance(error, ReplicaLostError):
         logger.warning("replica lost under a request", extra=facts | {"reason": str(error)})

@@ -15,7 +15,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -40,6 +40,20 @@ MAX_REPLAY_THREADS = 2**12
 _INTERNAL_PREFIX = "apar"
 # Disaggregated serving is not supported, and its parameters may contain a prompt's token ids.
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds")
+# A null is as if the field were absent; in completions, vLLM knows `max_tokens: null` as no limit.
+_NULLABLE_FIELD = "max_tokens"
+_UNUSED_FIELDS: Mapping[str, str] = {
+    "functions": "send `tools`",
+    "function_call": "send `tool_choice`",
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        'send `"structured_outputs": {"json", "regex", "choice" or "grammar": ...}`',
+    ),
+    **dict.fromkeys(
+        ("guided_decoding_backend", "guided_whitespace_pattern"),
+        "the server's configuration sets it (`engine: {structured_outputs_config: ...}`)",
+    ),
+}
 # vLLM reads these before it checks their types.
 _FIELD_TYPES: Mapping[str, tuple[type, str]] = {
     "messages": (list, "a list of messages"),
@@ -51,9 +65,19 @@ _CHUNK, _CHUNK_END = b"data: {", b"}\n\n"
 _NAMED = b"event: "
 # Deltas of Anthropic's content blocks; there are also signatures.
 _TEXTS = ("text_delta", "thinking_delta", "input_json_delta")
+_ID = {"id", "type"}
 _TOOL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _NUMBER_LIMIT = 2**63
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """Which parsers a model's answers have: for calls of tools, and for thoughts."""
+
+    tools: bool = True
+    reasoning: bool = True
+
 
 TakeStatistics = Callable[[str], Mapping[str, Any] | None]
 """Returns and forgets the thread statistics of a request; None if there are none."""
@@ -177,6 +201,46 @@ def check_fields(body: Mapping[str, Any]) -> None:
             )
 
 
+def check_unused_fields(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for a field that vLLM accepts and does not act on."""
+    for field, remedy in _UNUSED_FIELDS.items():
+        if body.get(field) is not None:
+            raise RequestError(f"`{field}` is not supported: {remedy}", param=field)
+    best_of = body.get("best_of")
+    if best_of not in (None, 1, body.get("n")):
+        raise RequestError(
+            f"`best_of` is not supported: it must be absent or equal `n`, got {best_of!s:.40}",
+            param="best_of",
+        )
+
+
+def check_parsers(body: Mapping[str, Any], parsers: Parsers, form: AnswerForm) -> None:
+    """Raise RequestError for tools or thoughts that the model has no parser for."""
+    choice = body.get("tool_choice")
+    choice = choice.get("type") if isinstance(choice, dict) else choice
+    if body.get("tools") and choice != "none" and not parsers.tools:
+        unless = {"type": "none"} if form is AnswerForm.MESSAGES else "none"
+        raise RequestError(
+            "`tools` need a parser of the model's tool calls, which this model is configured "
+            "without. Set `engine: {tool_call_parser: NAME}` of the model in the server's "
+            f'configuration, or send `"tool_choice": {json.dumps(unless)}`.',
+            param="tools",
+        )
+    thinking = body.get("thinking") if form is AnswerForm.MESSAGES else None
+    budget = isinstance(thinking, dict) and thinking.get("type") == "enabled"
+    for field, asked in {
+        "thinking": budget,
+        "thinking_token_budget": body.get("thinking_token_budget") is not None,
+    }.items():
+        if asked and not parsers.reasoning:
+            raise RequestError(
+                f"`{field}` needs a parser of the model's thoughts, which this model is configured "
+                "without. Set `engine: {reasoning_parser: NAME}` of the model in the server's "
+                f"configuration, or leave `{field}` out.",
+                param=field,
+            )
+
+
 def refuse_huge_numbers(body: Mapping[str, Any]) -> None:
     """Raise RequestError for an integer that does not fit into 64 bits."""
     for field, value in body.items():
@@ -189,11 +253,18 @@ def simplify_items(items: object) -> None:
 
     vLLM reads only the first part of an assistant's message, and fails if there is none, so the
     parts are joined to one string. An `id` makes vLLM parse such a message, and a tool's output in
-    parts, as a type that it then refuses or fails on. It has no other effect and is removed.
+    parts, as a type that it then refuses or fails on. It has no other effect and is removed. Raises
+    RequestError for a reference to a stored item.
     """
-    for item in items if isinstance(items, list) else ():
+    for index, item in enumerate(items if isinstance(items, list) else ()):
         if not isinstance(item, dict):
             continue
+        if item.get("type") == "item_reference" or (item.get("type") is None and set(item) <= _ID):
+            raise RequestError(
+                f"`input[{index}]` refers to a stored item, but responses are not stored: send the "
+                "item itself",
+                param="input",
+            )
         if item.get("role") == "assistant":
             parts = item.get("content")
             if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
@@ -213,6 +284,7 @@ def translate(
     control_token_ids: frozenset[int],
     uncounted_token_ids: frozenset[int] | None = None,
     route: Route = ROUTES["/v1/completions"],
+    parsers: Parsers = Parsers(),
 ) -> bool:
     """Check the request and move its `apar` field to `vllm_xargs`, in place.
 
@@ -223,6 +295,8 @@ def translate(
         if body.get(field):
             raise RequestError(f"`{field}` is not supported: {reason}", param=field)
     check_fields(body)
+    check_unused_fields(body)
+    check_parsers(body, parsers, route.form)
     refuse_huge_numbers(body)
     extra = body.get("vllm_xargs")
     if isinstance(extra, dict):
@@ -254,9 +328,11 @@ class AparExtension:
         control_token_ids: frozenset[int],
         take_statistics: TakeStatistics,
         uncounted_token_ids: frozenset[int] | None = None,
+        parsers: Parsers = Parsers(),
     ) -> None:
         """Extend an application; ids are as in `translate`."""
         self._app = app
+        self._parsers = parsers
         self._control_token_ids = control_token_ids
         self._uncounted_token_ids = uncounted_token_ids
         self._take_statistics = take_statistics
@@ -313,10 +389,14 @@ class AparExtension:
         given = body.get("apar")
         if given is not None and not route.forks:
             raise RequestError("`apar` is a field of requests for text only", param="apar")
+        nulls = [name for name in body if body[name] is None and name != _NULLABLE_FIELD]
+        for name in nulls:
+            del body[name]
         changed = route.forks and translate(
-            body, self._control_token_ids, self._uncounted_token_ids, route
+            body, self._control_token_ids, self._uncounted_token_ids, route, self._parsers
         )
         tagged = changed and isinstance(given, dict) and given.get("stream") is not None
+        changed = changed or bool(nulls)
         if followed is not None:
             changed = write_terms(body, followed.terms) or changed
         if route.form is AnswerForm.RESPONSES:

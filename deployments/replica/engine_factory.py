@@ -37,6 +37,7 @@ from apar_core.vllm_names import (
     make_arg_parser,
 )
 from cluster.metrics.counting import Counter, Histogram
+from deployments.replica.apar_extension import Parsers
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.stream_start import start_streams_late
 from deployments.wire.errors import UnknownRouteError, answer_for
@@ -70,11 +71,22 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
             hint = f"; did you mean {similar[0]!r}?" if similar else ""
             raise CheckpointError(f"vLLM has no engine argument {name!r}{hint}")
         setattr(args, name, _parsed(name, value, default=getattr(args, name)))
+    # Without it, vLLM refuses the default `tool_choice`.
+    if args.tool_call_parser and "enable_auto_tool_choice" not in engine:
+        args.enable_auto_tool_choice = True
     if adapters := engine.get("lora_modules"):
         args.lora_modules = [LoRAModulePath(**adapter) for adapter in adapters]
         if "max_lora_rank" not in engine:
             args.max_lora_rank = _rank_for(args.lora_modules, args.max_lora_rank)
     return args
+
+
+def parsers_of(args: Namespace) -> Parsers:
+    """Return which parsers the server arguments give the model's answers."""
+    thoughts = args.structured_outputs_config.reasoning_parser or args.reasoning_parser
+    return Parsers(
+        tools=bool(args.tool_call_parser), reasoning=bool(thoughts or args.reasoning_config)
+    )
 
 
 def _parsed(name: str, value: Any, *, default: Any) -> Any:

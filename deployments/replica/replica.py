@@ -116,6 +116,7 @@ class Replica(Answering):
         from deployments.replica.engine_factory import (
             build_engine,
             build_http_application,
+            parsers_of,
             server_arguments,
         )
 
@@ -136,6 +137,7 @@ class Replica(Answering):
             control_token_ids=frozenset(marked.texts if marked else ()),
             take_statistics=self._take_statistics,
             uncounted_token_ids=frozenset(marked.uncounted_ids if marked else ()),
+            parsers=parsers_of(args),
         )
 
     def _take_statistics(self, request_id: str) -> Mapping[str, Any] | None:

@@ -30,6 +30,7 @@
 `answer_for` turns refusals and lost replicas into answers; the rest becomes `INTERNAL_ERROR`.
 """
 
+import ast
 import json
 import math
 import re
@@ -74,6 +75,11 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_PYDANTIC_HEAD = re.compile(r"\d+ validation errors?:")
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
+_FIELD_AND_VALUE = re.compile(r" \(parameter=\w+(, value=.*)?\)$", re.DOTALL)
+# Names that vLLM gives to the length of a prompt, which are not fields.
+_PROMPT_LENGTHS = ("input_text", "input_tokens")
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -479,6 +485,38 @@ def _normalised_event(event: bytes, form: AnswerForm) -> bytes:
     return named_event(json.loads(body)) if form is AnswerForm.MESSAGES else b"data: %s\n\n" % body
 
 
+def plain_message(message: str, param: str | None) -> str:
+    """Return a message of vLLM in the words of this server's API and configuration.
+
+    Errors of pydantic come as lines of Python, options as those of vLLM's command line, and the
+    name of the field in the end.
+    """
+    head, _, rest = message.partition("\n")
+    if _PYDANTIC_HEAD.fullmatch(head):
+        message = _problems(rest) or message
+    message = _OPTION.sub(lambda match: f"`engine.{match[1].replace('-', '_')}`", message)
+    message = _FIELD_AND_VALUE.sub("", message)
+    return message if param is None or param in message else f"`{param}`: {message}"
+
+
+def _problems(lines: str) -> str:
+    """Return what pydantic says of each field, at most three of them."""
+    found: dict[str, list[str]] = {}
+    values: dict[str, str] = {}
+    for line in lines.splitlines():
+        try:
+            problem = ast.literal_eval(line.strip())
+            name = problem["loc"].removeprefix("body.")
+            found.setdefault(name, []).append(problem["msg"])
+            values[name] = f" (got {problem['input']})" if problem["type"] != "missing" else ""
+        except (ValueError, SyntaxError, LookupError, TypeError, AttributeError):
+            continue  # Another line, or one that was cut.
+    return "; ".join(
+        f"`{name}`: {', or: '.join(dict.fromkeys(found[name]))}{values[name]}"
+        for name in list(found)[:3]
+    )
+
+
 def normalised(status: int, body: bytes, form: AnswerForm = AnswerForm.CHUNKS) -> bytes:
     """Rewrite vLLM's error body in a form of ours.
 
@@ -497,11 +535,14 @@ def normalised(status: int, body: bytes, form: AnswerForm = AnswerForm.CHUNKS) -
     param = error.get("param")
     if isinstance(param, str):
         param = param.removeprefix("body.") or None
+    param = param if isinstance(param, str) else None
     code = error.get("code")
+    if param in _PROMPT_LENGTHS:
+        param, code = None, PromptTooLongError.code
     return ErrorAnswer(
         status,
-        str(error.get("message", f"HTTP {status}")),
-        param=param if isinstance(param, str) else None,
+        plain_message(str(error.get("message", f"HTTP {status}")), param),
+        param=param,
         code=code if isinstance(code, str) else None,
         form=form,
     ).body

@@ -93,7 +93,13 @@ ONE_MODEL = "/v1/models/"
 """Start of the path of one model; its name follows, which may contain slashes."""
 OPENAPI_PATH = "/openapi.json"
 ROUTES: Mapping[str, Route] = {
-    "/v1/chat/completions": Route("POST", OPENAI_SHAPE, "chatcmpl-{}", forks=True),
+    "/v1/chat/completions": Route(
+        "POST",
+        OPENAI_SHAPE,
+        "chatcmpl-{}",
+        forks=True,
+        refused={"store": "chats are not stored"},
+    ),
     "/v1/completions": Route("POST", OPENAI_SHAPE, "cmpl-{}", forks=True),
     "/v1/responses": Route(
         "POST",

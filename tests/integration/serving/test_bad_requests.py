@@ -13,6 +13,14 @@ pytestmark = pytest.mark.cluster
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+QUESTIONS: dict[str, dict[str, Any]] = {
+    CHAT: HI,
+    TEXT: {"prompt": "hi"},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: HI | {"model": "apar-tiny", "max_tokens": 5},
+}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -43,9 +51,16 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         (CHAT, HI | {"kv_transfer_params": {"prompt_token_ids": [1]}}, "kv_transfer_params"),
         (TEXT, {"prompt": "hi", "max_tokens": 0}, "max_tokens"),
         (TEXT, {"prompt": "hi", "stop": 5}, "stop"),
-        (TEXT, {"prompt": "x" * 50_000}, "input_text"),
         (TEXT, {"prompt": ["x"] * 1024, "n": 32, "max_tokens": 1}, "prompt"),
         (CHAT, HI | {"n": 1000, "max_tokens": 1}, "n"),
+        (CHAT, HI | {"store": True}, "store"),
+        (CHAT, HI | {"guided_json": {}}, "guided_json"),
+        (CHAT, HI | {"functions": [{"name": "f"}]}, "functions"),
+        (TEXT, {"prompt": "hi", "best_of": 5}, "best_of"),
+        (CHAT, HI | {"tools": [TOOL]}, "tools"),
+        (RESPONSES, {"input": "hi", "tools": [TOOL["function"] | {"type": "function"}]}, "tools"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        (CHAT, HI | {"thinking_token_budget": 5}, "thinking_token_budget"),
     ],
 )
 def test_a_wrong_field_is_named(
@@ -58,13 +73,6 @@ def test_a_wrong_field_is_named(
 
 
 BAD_SCHEMA = {"type": "json_schema", "name": "s", "schema": {"$ref": "#"}}
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-QUESTIONS: dict[str, dict[str, Any]] = {
-    CHAT: HI,
-    TEXT: {"prompt": "hi"},
-    RESPONSES: {"input": "hi"},
-    MESSAGES: HI | {"model": "apar-tiny", "max_tokens": 5},
-}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +200,9 @@ def test_a_prompt_larger_than_grpcs_default_limit_is_too_long_for_the_model(
     answer = server.post(CHAT, json=body)
 
     assert answer.status_code == 400
-    assert "maximum context length" in error_of(answer)["message"]
+    error = error_of(answer)
+    assert "maximum context length" in error["message"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", None)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from deployments.gateway.rate_limits import (
     WindowState,
     duration,
 )
-from deployments.wire.errors import RateLimitError
+from deployments.wire.errors import PromptTooLongError, RateLimitError
 from tests.fakes.clock import Clock
 from tests.unit.deployments.gateway.conftest import Advance
 
@@ -95,28 +95,13 @@ async def test_tokens_estimated_too_high_are_refunded(advance: Advance) -> None:
         await limited.admit_tokens(1)
 
 
-async def test_a_prompt_over_the_limit_takes_the_whole_window_and_counts_in_full(
-    advance: Advance,
-) -> None:
+async def test_a_prompt_over_the_limit_is_refused_and_leaves_no_debt(advance: Advance) -> None:
     limited = rates(tokens_per_minute=100)
-    await limited.admit_tokens(250)
-    advance(121.0)
 
-    with pytest.raises(RateLimitError):
-        await limited.admit_tokens(1)
+    with pytest.raises(PromptTooLongError, match=r"about 101 tokens.*`tokens_per_minute`.*is 100"):
+        await limited.admit_tokens(101)
 
-
-async def test_the_wait_for_a_prompt_over_the_limit_includes_its_excess(
-    advance: Advance,
-) -> None:
-    limited = rates(tokens_per_minute=100)
     await limited.admit_tokens(100)
-
-    with pytest.raises(RateLimitError, match=r"100 used, 350 asked for") as refused:
-        await limited.admit_tokens(350)
-
-    # Two minutes until nothing is counted any more, and 250 tokens over the limit at 100 a minute.
-    assert refused.value.retry_after_s == pytest.approx(120 * 0.995 + 150, rel=0.01)
 
 
 async def test_a_refusal_reports_used_and_owed_tokens(advance: Advance) -> None:

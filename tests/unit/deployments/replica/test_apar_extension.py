@@ -12,7 +12,13 @@ from apar_core.engine.thread_tags import StreamTags
 from apar_core.errors import RequestError
 from deployments.replica import apar_extension
 from deployments.replica.answering import call_application
-from deployments.replica.apar_extension import AparExtension, AparOptions, parse_options, translate
+from deployments.replica.apar_extension import (
+    AparExtension,
+    AparOptions,
+    Parsers,
+    parse_options,
+    translate,
+)
 from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
 from tests.fakes.whole_answer import whole_answer
@@ -463,3 +469,66 @@ async def test_items_that_vllm_would_take_for_its_own_lose_their_ids(
     _, app = await named_stream(RESPONSES, input=[item | own | {"id": "i"}, item | {"id": 5}])
 
     assert app.body["input"] == [item | own | ({"id": "i"} if is_kept else {}), item | {"id": 5}]
+
+
+TOOLS = {"tools": [{"type": "function", "name": "f"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        *((path, TOOLS, "tools") for path in ("/v1/chat/completions", RESPONSES, MESSAGES)),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        (RESPONSES, {"thinking_token_budget": 1}, "thinking_token_budget"),
+    ],
+)
+async def test_tools_and_thoughts_need_a_parser(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    refused = {}
+    for parsers in (Parsers(), Parsers(tools=False, reasoning=False)):
+        app = Answering(b"application/json", b"{}")
+        extension = AparExtension(app, CONTROL, lambda _: None, parsers=parsers)
+        request = RelayedRequest("POST", path, b"", [], json.dumps(fields).encode())
+        refused[parsers] = await whole_answer(extension, request)
+
+    with_parser, without = refused.values()
+    assert (with_parser.status, without.status) == (200, 400)
+    error = json.loads(without.body)["error"]
+    assert error["param"] == param
+    assert "engine: {" in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["none", {"type": "none"}])
+def test_tools_that_may_not_be_called_need_no_parser(choice: object) -> None:
+    body = TOOLS | {"tool_choice": choice}
+
+    assert not translate(body, CONTROL, parsers=Parsers(tools=False))
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 1}, {"best_of": 3, "n": 3}, {"store": False}])
+def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None:
+    assert not translate(fields, CONTROL)
+
+
+async def test_a_null_never_reaches_vllm() -> None:
+    app = Answering(b"application/json", b"{}")
+    extension = AparExtension(app, CONTROL, lambda _: None)
+
+    await whole_answer(extension, chat_request([], n=None, seed=1, max_tokens=None))
+
+    assert app.body == {"seed": 1, "max_tokens": None}
+
+
+@pytest.mark.parametrize(
+    "item", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}, {"id": "m", "type": None}]
+)
+async def test_a_reference_to_a_stored_item_is_refused(item: dict[str, Any]) -> None:
+    app = Answering(b"application/json", b"{}")
+    extension = AparExtension(app, CONTROL, lambda _: None)
+    body = json.dumps({"input": [{"role": "user", "content": "x"}, item]}).encode()
+
+    answer = await whole_answer(extension, RelayedRequest("POST", RESPONSES, b"", [], body))
+
+    assert answer.status == 400
+    assert "`input[1]` refers to a stored item" in json.loads(answer.body)["error"]["message"]

@@ -4,12 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
 from apar_core.errors import CheckpointError
 from apar_core.vllm_names import build_app
-from deployments.replica.engine_factory import remove_unused_middleware, server_arguments
+from deployments.replica.apar_extension import Parsers
+from deployments.replica.engine_factory import (
+    parsers_of,
+    refuse_unreadable_bodies,
+    remove_unused_middleware,
+    server_arguments,
+)
 
 
 def write_adapter(folder: Path, rank: int) -> dict[str, str]:
@@ -60,3 +67,51 @@ def test_pieces_of_an_answer_pass_no_middleware_that_does_nothing_for_the_gatewa
     remove_unused_middleware(app)
 
     assert names(app) == [name for name in before if name not in unused]
+
+
+@pytest.mark.parametrize(
+    ("engine", "parsers", "calls_by_default"),
+    [
+        ({}, Parsers(tools=False, reasoning=False), False),
+        ({"tool_call_parser": "hermes"}, Parsers(tools=True, reasoning=False), True),
+        (
+            {"tool_call_parser": "hermes", "enable_auto_tool_choice": False},
+            Parsers(tools=True, reasoning=False),
+            False,
+        ),
+        ({"reasoning_parser": "qwen3"}, Parsers(tools=False, reasoning=True), False),
+        (
+            {"structured_outputs_config": {"reasoning_parser": "qwen3"}},
+            Parsers(tools=False, reasoning=True),
+            False,
+        ),
+    ],
+)
+def test_a_parser_of_tool_calls_is_enough_for_tools(
+    engine: dict[str, Any], parsers: Parsers, calls_by_default: bool
+) -> None:
+    args = server_arguments("m", "n", engine)
+
+    assert parsers_of(args) == parsers
+    assert args.enable_auto_tool_choice is calls_by_default
+
+
+async def test_a_body_that_vllms_checks_fail_on_is_the_clients_error() -> None:
+    app = build_app(server_arguments("m", "n", {}), ("generate",), None)
+    # vLLM's handlers of errors look for these.
+    app.state.args = server_arguments("m", "n", {})
+    app.state.server = app.state.engine_client = None
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hi", "structured_outputs": []},
+        "/v1/chat/completions": {"messages": [], "structured_outputs": "x"},
+        "/v1/responses": {"input": "hi", "tools": 1.5},
+    }
+
+    refuse_unreadable_bodies(app)
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://replica") as http:
+        answers = [await http.post(path, json=body) for path, body in bodies.items()]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert "cannot be read" in answer.json()["error"]["message"]

@@ -158,7 +158,7 @@ def test_content_length_counts_bytes() -> None:
     [
         (
             {"error": {"message": "m", "type": "Bad Request", "param": "body.n", "code": 400}},
-            "m",
+            "`n`: m",
             "n",
         ),
         ({"error": {"message": "m", "type": "X", "param": None, "code": 400}}, "m", None),
@@ -228,3 +228,50 @@ def test_an_error_within_a_stream_of_messages_has_anthropics_form() -> None:
 @pytest.mark.parametrize("form", AnswerForm)
 def test_events_without_an_error_are_left_alone(form: AnswerForm) -> None:
     assert normalised_events(TEXT, form) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "expected"),
+    [
+        (
+            "2 validation errors:\n  {'type': 'string_type', 'loc': 'body.stop', 'msg': "
+            "'Should be a string', 'input': '5'}\n  {'type': 'list_type', 'loc': 'body.stop', "
+            "'msg': 'Should be a list', 'input': '5'}",
+            "stop",
+            "`stop`: Should be a string, or: Should be a list (got 5)",
+        ),
+        (
+            "1 validation error:\n  {'type': 'missing', 'loc': 'body.model', 'msg': "
+            "'Field required', 'input': '<dict of 5 items>'}",
+            "model",
+            "`model`: Field required",
+        ),
+        ("1 validation error:\n  {'type': cut", None, "1 validation error:\n  {'type': cut"),
+        ("Too many (parameter=logprobs, value=[1, (2)])", "logprobs", "`logprobs`: Too many"),
+        (
+            "needs --tool-call-parser to be set",
+            None,
+            "needs `engine.tool_call_parser` to be set",
+        ),
+        ("a -- b, x--y", None, "a -- b, x--y"),
+    ],
+)
+def test_messages_of_vllm_name_the_field_and_our_settings(
+    message: str, param: str | None, expected: str
+) -> None:
+    body = json.dumps({"error": {"message": message, "param": param}}).encode()
+
+    assert error_in(normalised(400, body)) == {
+        "message": expected,
+        "type": "invalid_request_error",
+        "param": param,
+        "code": None,
+    }
+
+
+def test_a_prompt_that_is_too_long_has_openais_code() -> None:
+    body = json.dumps({"error": {"message": "too long", "param": "input_text"}}).encode()
+
+    error = error_in(normalised(400, body))
+
+    assert (error["code"], error["param"]) == ("context_length_exceeded", None)
