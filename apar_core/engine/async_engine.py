@@ -69,6 +69,10 @@ _WARM_UP_CONSTRAINTS: dict[str, dict[str, Any]] = {
 class AparAsyncLLM(AsyncLLM):
     """An AsyncLLM whose requests fork; build it with `scheduler_cls=SCHEDULER_CLS`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._input.explain_refusals()
+
     @property
     def format(self) -> ResolvedFormat | None:
         """The checkpoint's format of parallel text; None if it is an ordinary model."""

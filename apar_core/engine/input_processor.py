@@ -88,11 +88,7 @@ class ForkInputProcessor(InputProcessor):
         # By the client's request id; None for a request without a key.
         self.key_terms: dict[str, KeyTerms | None] = {}
         self._is_forking = forks(vllm_config)
-        constraints = vllm_config.structured_outputs_config
-        if self._is_forking and constraints.backend == "auto":
-            # vLLM would check each request with the backend that suits it best, but compile all of
-            # them with the backend of the first: in a server, that of the warm-up.
-            constraints.backend = "xgrammar"
+        self._explains = False
         tokenizer: Any = self.tokenizer
         # None for an ordinary model, and for an engine that does not fork.
         self.format: ResolvedFormat | None = _format(vllm_config, tokenizer)
@@ -176,8 +172,22 @@ class ForkInputProcessor(InputProcessor):
                 request.sampling_params.extra_args = extra_args | {HOLD_ARG: True}
         return request
 
+    def explain_refusals(self) -> None:
+        """Refuse what the engine could not use with the reason, instead of failing later.
+
+        vLLM checks each constraint with the backend that suits it best, but compiles all of them
+        with the backend of the first request: in a server, that of the warm-up.
+        """
+        self._explains = True
+        constraints = self.vllm_config.structured_outputs_config
+        if constraints.backend == "auto":
+            constraints.backend = "xgrammar"
+
     def _validate_params(self, params: Any, *args: Any, **kwargs: Any) -> bool | None:
-        """As in vLLM; whatever fails here is the request's fault, with the reason."""
+        """As in vLLM; after `explain_refusals`, whatever fails is a VLLMValidationError."""
+        if not self._explains:
+            unchanged: bool | None = super()._validate_params(params, *args, **kwargs)
+            return unchanged
         constrained = isinstance(params, SamplingParams) and params.structured_outputs is not None
         for name in params.__struct_fields__ if isinstance(params, SamplingParams) else ():
             value = getattr(params, name)

@@ -106,6 +106,13 @@ def processor() -> ForkInputProcessor:
     return processor_of()
 
 
+@pytest.fixture(scope="module")
+def server_processor() -> ForkInputProcessor:
+    processor = processor_of()
+    processor.explain_refusals()
+    return processor
+
+
 def processed(
     processor: ForkInputProcessor, params: SamplingParams, request_id: str = "r"
 ) -> EngineCoreRequest:
@@ -184,17 +191,17 @@ def test_control_tokens_are_refused_as_pydantic_reads_them(
     ],
 )
 def test_what_the_engine_could_not_use_is_refused_with_the_reason(
-    processor: ForkInputProcessor, params: SamplingParams, parameter: str, reason: str
+    server_processor: ForkInputProcessor, params: SamplingParams, parameter: str, reason: str
 ) -> None:
     with pytest.raises(VLLMValidationError, match=reason) as raised:
-        processed(processor, params)
+        processed(server_processor, params)
 
     assert raised.value.parameter == parameter
     assert "/project" not in str(raised.value)
 
 
 def test_any_failure_of_a_check_is_the_requests_fault(
-    processor: ForkInputProcessor, monkeypatch: pytest.MonkeyPatch
+    server_processor: ForkInputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise AttributeError("no such thing")
@@ -202,7 +209,7 @@ def test_any_failure_of_a_check_is_the_requests_fault(
     monkeypatch.setattr(SamplingParams, "verify", fail)
 
     with pytest.raises(VLLMValidationError, match="no such thing"):
-        processed(processor, SamplingParams())
+        processed(server_processor, SamplingParams())
 
 
 def test_a_clients_arguments_are_read_or_passed_on(
