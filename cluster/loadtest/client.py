@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import aiohttp
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from apar_core.errors import validation_summary
 from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.run_file import CANCELLED, Answered, RequestRecord
 
-_DATA = b"data:"
 _DONE = b"[DONE]"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class StreamError(Exception):
@@ -30,6 +34,83 @@ class StreamError(Exception):
 
 class NotAStreamError(Exception):
     """The response is not a stream of chat completions."""
+
+
+class _Delta(BaseModel):
+    content: str | None = None
+    # Reasoning models send their reasoning in separate fields.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(BaseModel):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Apar(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    # Extra fields; the figures calculate with the counts among them.
+    __pydantic_extra__: dict[str, JsonValue]
+
+    text_tokens: int | None = None
+    threads: int | None = None
+    decode_steps: int | None = None
+    sequential_steps: int | None = None
+    attended_tokens: int | None = None
+    sequential_attended_tokens: int | None = None
+    max_cached_tokens: int | None = None
+    sequential_max_cached_tokens: int | None = None
+
+
+class _Event(BaseModel):
+    """What the load test reads of an event; pings and usage come without choices."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    apar: _Apar | None = None
+    error: JsonValue = None
+
+
+_NO_DELTA = _Delta()
+
+
+@dataclass(slots=True)
+class EventLines:
+    """Incremental parser of server-sent events.
+
+    Source: the HTML standard, "Interpreting an event stream", without ids and reconnection.
+    """
+
+    _rest: bytes = b""
+    _after_carriage_return: bool = False
+    _kind: bytes = b""
+    _data: list[bytes] = field(default_factory=list)
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield (type, data) of each event that is complete; the type is empty by default."""
+        if not data:
+            return
+        if self._after_carriage_return:
+            data = data.removeprefix(b"\n")
+        self._after_carriage_return = data.endswith(b"\r")
+        *lines, self._rest = _LINE_END.split(self._rest + data)
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if not line:
+                kind, self._kind = self._kind, b""
+                payload, self._data = b"\n".join(self._data), []
+                if payload:
+                    yield kind, payload
+            elif name.removeprefix(_BYTE_ORDER_MARK) == b"data":
+                self._data.append(value.removeprefix(b" "))
+            elif name == b"event":
+                self._kind = value.removeprefix(b" ")
 
 
 @dataclass(slots=True)
@@ -47,52 +128,55 @@ class AnswerStream:
     paragraph_s: float | None = None
     last_s: float | None = None
     finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     apar: dict[str, Any] | None = None
     done: bool = False
-    _rest: bytes = b""
+    _events: EventLines = field(default_factory=EventLines)
     _begun: bool = False
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Parse bytes received at `now_s`. Raises StreamError and NotAStreamError."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        for line in lines:
-            if line.startswith(_DATA):
-                self._take(line[len(_DATA) :].strip(), now_s)
+        for kind, payload in self._events.feed(data):
+            if kind != b"ping":
+                self._take(kind, payload.strip(), now_s)
 
     @property
     def whole(self) -> bool:
         """Whether the answer is complete."""
         return self.done or self.finish_reason is not None
 
-    def _take(self, payload: bytes, now_s: float) -> None:
+    def _take(self, kind: bytes, payload: bytes, now_s: float) -> None:
         if payload == _DONE:
             self.done = True
             return
+        if kind == b"error":
+            raise StreamError(_reason(payload))
         try:
-            event = json.loads(payload)
-            error = event.get("error")
-            if error is None:
-                self._take_event(event, now_s)
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            event = _Event.model_validate_json(payload)
+        except ValidationError as problem:
             shown = payload[:80].decode(errors="replace")
-            raise NotAStreamError(f"an event is not a chat completion chunk: {shown}") from problem
-        if error is not None:
-            message = error.get("message") if isinstance(error, dict) else error
-            raise StreamError(str(message))
+            raise NotAStreamError(
+                f"an event is not a chat completion chunk: {validation_summary(problem)}: {shown}"
+            ) from problem
+        if event.error is not None:
+            error = event.error
+            raise StreamError(str(error.get("message") if isinstance(error, dict) else error))
+        self._take_event(event, now_s)
 
-    def _take_event(self, event: dict[str, Any], now_s: float) -> None:
-        self.usage = event.get("usage") or self.usage
-        self.apar = event.get("apar") or self.apar
-        for choice in event["choices"]:
+    def _take_event(self, event: _Event, now_s: float) -> None:
+        if event.usage is not None:
+            self.prompt_tokens = event.usage.prompt_tokens
+            self.completion_tokens = event.usage.completion_tokens
+        if event.apar is not None:
+            self.apar = event.apar.model_dump(exclude_none=True)
+        for choice in event.choices or ():
             self.last_s = now_s
-            delta = choice.get("delta") or {}
-            # Reasoning models send their reasoning in separate fields.
-            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+            delta = choice.delta or _NO_DELTA
+            text = delta.content or delta.reasoning_content or delta.reasoning
             if text:
                 self._take_text(text, now_s)
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.finish_reason = choice.finish_reason or self.finish_reason
 
     def _take_text(self, text: str, now_s: float) -> None:
         self.pieces.append((round(now_s, 5), len(text)))
@@ -240,7 +324,7 @@ async def _read(content: aiohttp.StreamReader, attempt: Attempt) -> None:
 def _record(attempt: Attempt, **times: Any) -> RequestRecord:
     stream = attempt.stream
     apar = stream.apar or {}
-    counted = apar.get("text_tokens", stream.usage.get("completion_tokens"))
+    counted = apar.get("text_tokens", stream.completion_tokens)
     expected = attempt.job.text_tokens
     if attempt.error is None and expected is not None and counted != expected:
         attempt.fail("not_replayed", f"{counted} text tokens instead of {expected}")
@@ -254,7 +338,7 @@ def _record(attempt: Attempt, **times: Any) -> RequestRecord:
         or (times["end_s"] if attempt.error is None and stream.pieces else None),
         status=attempt.status,
         finish_reason=stream.finish_reason,
-        prompt_tokens=stream.usage.get("prompt_tokens"),
+        prompt_tokens=stream.prompt_tokens,
         text_tokens=len(stream.pieces) if counted is None else counted,
         counted=counted is not None,
         error=attempt.error,

@@ -72,6 +72,15 @@ async def test_apar_text_tokens_take_precedence_over_usage() -> None:
         assert (await ask(server.url)).record.text_tokens == 9
 
 
+@pytest.mark.parametrize("apar", ["x", [1], {"text_tokens": "x"}])
+async def test_an_invalid_apar_field_fails_its_request_and_names_the_field(apar: Any) -> None:
+    with chat_server(lambda body, number: Reply(apar=apar)) as server:
+        record = (await ask(server.url)).record
+
+    assert record.error == "not_a_stream"
+    assert "apar" in (record.message or "")
+
+
 async def test_without_usage_chunks_are_counted_and_marked() -> None:
     with chat_server(lambda body, number: Reply(("a", "b", "c"), usage=False)) as server:
         record = (await ask(server.url)).record
