@@ -55,6 +55,10 @@ _make_value_class: Callable[[], Any] = values.MultiProcessValue
 
 KEEP_S = 300.0
 """Time that the counts of an ended replica stay on the page: several scrapes."""
+MAX_CONNECTIONS = 16
+"""Limit on the connections to a page, each with a thread."""
+IDLE_S = 10.0
+"""Time after which a connection that sends nothing is closed."""
 _ABANDONED_S = 3600.0
 _PERIOD_S = 1.0
 _SWEEP_S = 30.0
@@ -357,7 +361,38 @@ def serve_page(page: NodePage, host: str, port: int) -> WSGIServer:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Answers each connection in a thread, at most `MAX_CONNECTIONS` at once.
+
+    One more ends the oldest, so that connections without a request keep no reader out.
+    """
+
     daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._slots = threading.Semaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []  # Oldest first.
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread, as soon as one is free."""
+        has_slot = self._slots.acquire(blocking=False)
+        while not has_slot:
+            with self._lock, suppress(IndexError, OSError):
+                self._open.pop(0).shutdown(socket.SHUT_RDWR)
+            has_slot = self._slots.acquire(timeout=1.0)
+        with self._lock:
+            self._open.append(request)
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock, suppress(ValueError):
+                self._open.remove(request)
+            self._slots.release()
 
 
 class _ServerV6(_Server):
@@ -365,6 +400,8 @@ class _ServerV6(_Server):
 
 
 class _QuietHandler(WSGIRequestHandler):
+    timeout = IDLE_S
+
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
 

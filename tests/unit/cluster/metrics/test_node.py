@@ -6,9 +6,10 @@ import fcntl
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.local_ray import free_port
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind, Metric
-from cluster.metrics.node import NodePage, PageThread, remove_abandoned, serve_page
+from cluster.metrics.node import (
+    MAX_CONNECTIONS,
+    NodePage,
+    PageThread,
+    remove_abandoned,
+    serve_page,
+)
 from tests.fakes.tools import needs
 from tests.fakes.waiting import wait_until
 
@@ -259,6 +266,22 @@ def test_vllms_names_are_the_same_for_every_reader(node: Node, accept: str) -> N
     server.shutdown()
     server.server_close()
     assert '\nvllm:tokens_total{replica="r1"} 3.0\n' in text
+
+
+def test_idle_connections_take_few_threads_and_keep_no_reader_out(node: Node) -> None:
+    server = serve_page(node.page, "127.0.0.1", 0)
+    before = threading.active_count()
+
+    with ExitStack() as idle:
+        for _ in range(3 * MAX_CONNECTIONS):
+            idle.enter_context(socket.create_connection(("127.0.0.1", server.server_port)))
+        text = read(f"http://127.0.0.1:{server.server_port}/metrics")
+        # Threads of connections that were ended may still be ending.
+        wait_until(lambda: threading.active_count() - before <= MAX_CONNECTIONS)
+
+    server.shutdown()
+    server.server_close()
+    assert text.startswith("# HELP apar_build_info")
 
 
 def test_a_taken_port_is_reported_once(
