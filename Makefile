@@ -3,7 +3,7 @@
 # `venv` and `serve` take the CUDA build on a machine with an NVIDIA driver, and everything else the
 # CPU build, for which checks and tests are written.
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s sizing check check-quick format bench check-gpu train-tiny eval-tiny lock clean
+.PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s sizing check check-quick format bench check-gpu train-tiny eval-tiny lock pin clean
 
 PYTHON ?= python3
 ifdef DEVICE
@@ -27,7 +27,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed-$(DEVICE)
 SERVE_VENV := $(VENV_$(SERVE_ON))
 SERVE_INSTALLED := $(SERVE_VENV)/installed-$(SERVE_ON)
-TORCH := torch==2.13.0+cpu
+TORCH := -r requirements/torch-cpu.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --no-deps
 EXTRAS := --extra serve --extra train --extra loadtest --extra redis
@@ -104,6 +104,9 @@ lock: ## Resolve requirements/*.txt again; needs uv. Kept versions stay as they 
 		$$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' requirements/cpu.txt)
 	$(filter-out pyproject.toml,$(COMPILE)) requirements/clients.in --output-file requirements/clients.txt
 
+pin: ## Pin images to digests, and torch's CPU build to its hashes; needs a network, docker and curl
+	sh containers/pin.sh
+
 clean: ## Remove .venv, .venv-gpu and everything generated
 	rm -rf $(VENV_cpu) $(VENV_gpu) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -113,7 +116,7 @@ $(VENV_cpu)/bin/python $(VENV_gpu)/bin/python:
 
 # cpu.txt leaves torch out, whose CPU build is not on PyPI. It comes from PyTorch's own index, unless
 # pip already knows a place that has it. All other files are checked against their hashes.
-$(VENV_cpu)/installed-cpu: $(VENV_cpu)/bin/python pyproject.toml requirements/cpu.txt requirements/dev.txt
+$(VENV_cpu)/installed-cpu: $(VENV_cpu)/bin/python pyproject.toml requirements/torch-cpu.txt requirements/cpu.txt requirements/dev.txt
 	$< $(PIP_INSTALL) $(TORCH) || $< $(PIP_INSTALL) $(TORCH) --extra-index-url $(TORCH_INDEX)
 	$< $(PIP_INSTALL) -r requirements/cpu.txt -r requirements/dev.txt
 	$< $(PIP_INSTALL) --no-build-isolation --editable .

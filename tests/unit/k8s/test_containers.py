@@ -40,7 +40,7 @@ def problems_of(text: str, root: Path) -> list[str]:
         for name in ("ENTRYPOINT", "CMD")
         if not values.get(name, ["["])[-1].startswith("[")
     ]
-    requirements = re.findall(r"requirements/[a-z]+\.txt", text)
+    requirements = re.findall(r"requirements/[a-z-]+\.txt", text)
     for each in {file for file in requirements if (root / file).exists()}:
         lines = (root / each).read_text().splitlines()
         found += [
@@ -90,7 +90,7 @@ def test_the_gpu_image_is_built_on_the_locked_vllm() -> None:
     [lock] = re.findall(
         r"^vllm==(\S+)", (REPOSITORY / "requirements" / "gpu.txt").read_text(), re.MULTILINE
     )
-    bases = re.findall(r"^FROM (\S+)", FILES[1].read_text(), re.MULTILINE)
+    bases = re.findall(r"^FROM ([^\s@]+)", FILES[1].read_text(), re.MULTILINE)
 
     assert set(bases) == {f"vllm/vllm-openai:v{lock}"}
 
@@ -187,3 +187,44 @@ def test_the_haproxy_wrapper_is_executable_by_other_users(tmp_path: Path) -> Non
     write_haproxy_wrapper(tmp_path / "haproxy")
 
     assert (tmp_path / "haproxy").stat().st_mode & 0o777 == 0o755
+
+
+DIGEST = "sha256:" + 64 * "a"
+TORCH_PAGE = """
+<a href="/whl/cpu/torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl#sha256={}">one</a><br/>
+<a href="/whl/cpu/torch-2.13.0%2Bcpu-cp312-cp312-linux_x86_64.whl#sha256={}">another</a><br/>
+<a href="/whl/cpu/torch-2.12.0%2Bcpu-cp311-cp311-linux_x86_64.whl#sha256={}">older</a><br/>
+""".format(*(64 * digit for digit in "123"))
+
+
+def test_make_pin_adds_the_digests_of_all_images_and_the_hashes_of_torch(tmp_path: Path) -> None:
+    copied = ("containers", "k8s", "compose.yaml", "requirements")
+    for name in copied:
+        source = REPOSITORY / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    for tool, says in (("docker", DIGEST), ("curl", TORCH_PAGE)):
+        (tmp_path / tool).write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
+        (tmp_path / tool).chmod(0o755)
+    script = REPOSITORY / "containers" / "pin.sh"
+
+    for _ in range(2):
+        subprocess.run(
+            ["sh", script],
+            cwd=tmp_path,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+            check=True,
+            timeout=60,
+        )
+
+    text = "\n".join(
+        (tmp_path / file.relative_to(REPOSITORY)).read_text()
+        for file in (*FILES, REPOSITORY / "compose.yaml", *REPOSITORY.glob("k8s/**/*.yaml"))
+    )
+    images = re.findall(r"^ *(?:FROM|image:) +(\S+:\S+)", text, re.MULTILINE)
+    assert {image for image in images if not image.endswith(f"@{DIGEST}")} == {
+        "apar-serve:0.1.0-cpu"
+    }
+    assert {image.count("@") for image in images} == {0, 1}
+    pins = (tmp_path / "requirements" / "torch-cpu.txt").read_text()
+    assert re.findall(r"sha256:(\d)", pins) == ["1", "2"]
+    assert "\ntorch==2.13.0+cpu \\\n" in pins
