@@ -4,17 +4,21 @@ Usage: `python -m tests.integration.serving.fuzz_client URL EXAMPLES SEED`. Each
 EXAMPLES requests. Prints JSON: the number of answers by operation and status, and what was wrong.
 """
 
+import gzip
 import json
 import random
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import requests
 import schemathesis
+import zstandard
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from requests.adapters import HTTPAdapter
 from schemathesis import Case
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import Failure, FailureGroup
@@ -60,6 +64,26 @@ SERVABLE: Mapping[str, Mapping[str, Any]] = {
 """Fields that make a body servable, by path; a model for `/classify` would need a head."""
 POOLED = ("/v1/embeddings", "/pooling", "/classify", "/score", "rerank")
 DEADLINES_MS = (1, 5, 50, 60_000)
+PROMPTS = (1, 2, 8, 400)
+"""Numbers of prompts of a completion; with `n`, from one sequence to more than a model's cap."""
+BOMB = 64 * 2**20
+"""Bytes of blanks before a body; a gateway accepts 32 MiB, and gzip sends them as 64 KiB."""
+ENCODERS: Mapping[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": zstandard.compress,
+    "gzip, deflate": lambda body: zlib.compress(gzip.compress(body)),
+    "br": bytes,
+    "identity": bytes,
+    "": bytes,
+}
+"""Codings of a body that the gateway may be sent, with what makes them."""
+UPGRADES: Mapping[str, str] = {
+    "websocket": "Upgrade",
+    "h2c": "Upgrade, HTTP2-Settings",
+    "x": "Upgrade",
+}
 
 
 def options(draw: random.Random) -> dict[str, Any]:
@@ -93,7 +117,10 @@ def make_servable(case: Case[Any], draw: random.Random) -> None:
         if ROUTES[path].forks:
             body["apar"] = options(draw)
             if draw.random() < 0.3:
-                body["priority"] = draw.randrange(-1, 3)
+                body["priority"] = draw.randrange(-1000, 1000)
+            if "prompt" in body and draw.random() < 0.2:
+                body["prompt"] = [PROMPT] * draw.choice(PROMPTS)
+                body["n"] = draw.choice([1, 2, 32])
         if form_of(path) is AnswerForm.RESPONSES:
             for name in ROUTES[path].refused:
                 body.pop(name, None)
@@ -116,6 +143,29 @@ def headers_of(case: Case[Any], draw: random.Random) -> dict[str, str]:
         found["x-apar-deadline-ms"] = str(draw.choice([*DEADLINES_MS, "soon"]))
         found["x-apar-expected-tokens"] = str(draw.choice([10, -1]))
     return found
+
+
+class OddTransport(HTTPAdapter):
+    """Compresses some bodies, breaks some of these, and asks for upgrades now and then."""
+
+    def send(self, request: requests.PreparedRequest, *given: Any, **named: Any) -> Any:
+        """Send the request, changed."""
+        draw = random.Random(f"{request.url} {request.body!r}")
+        body = request.body.encode() if isinstance(request.body, str) else request.body
+        if body and draw.random() < 0.3:
+            coding = draw.choice(sorted(ENCODERS))
+            sent = ENCODERS[coding](bytes(BOMB) if draw.random() < 0.01 else body)
+            if draw.random() < 0.1:
+                sent = draw.choice([sent[:-3], sent + b"more", sent[1:], b""])
+            request.prepare_body(sent, None)
+            request.headers["Content-Encoding"] = coding
+        if draw.random() < 0.05:
+            upgrade = draw.choice(sorted(UPGRADES))
+            request.headers |= {"Upgrade": upgrade, "Connection": UPGRADES[upgrade]}
+            if upgrade == "websocket":
+                key = "dGhlIHNhbXBsZSBub25jZQ=="
+                request.headers |= {"Sec-WebSocket-Key": key, "Sec-WebSocket-Version": "13"}
+        return super().send(request, *given, **named)
 
 
 def missed_deadline(answer: Any) -> bool:
@@ -182,6 +232,7 @@ def main(url: str, num_examples: int, num_seed: int) -> None:
     api = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=authorization())
     findings, began_s = Findings(), time.monotonic()
     with requests.Session() as http:
+        http.mount(url, OddTransport())
         send = sender(http, findings, num_seed)
         for found in api.get_all_operations():
             operation = found.ok()  # type: ignore[union-attr]  # an error raises
