@@ -152,7 +152,7 @@ class OddTransport(HTTPAdapter):
         """Send the request, changed."""
         draw = random.Random(f"{request.url} {request.body!r}")
         body = request.body.encode() if isinstance(request.body, str) else request.body
-        if body and draw.random() < 0.3:
+        if isinstance(body, bytes) and draw.random() < 0.3:
             coding = draw.choice(sorted(ENCODERS))
             sent = ENCODERS[coding](bytes(BOMB) if draw.random() < 0.01 else body)
             if draw.random() < 0.1:
@@ -161,10 +161,10 @@ class OddTransport(HTTPAdapter):
             request.headers["Content-Encoding"] = coding
         if draw.random() < 0.05:
             upgrade = draw.choice(sorted(UPGRADES))
-            request.headers |= {"Upgrade": upgrade, "Connection": UPGRADES[upgrade]}
+            request.headers.update({"Upgrade": upgrade, "Connection": UPGRADES[upgrade]})
             if upgrade == "websocket":
                 key = "dGhlIHNhbXBsZSBub25jZQ=="
-                request.headers |= {"Sec-WebSocket-Key": key, "Sec-WebSocket-Version": "13"}
+                request.headers.update({"Sec-WebSocket-Key": key, "Sec-WebSocket-Version": "13"})
         return super().send(request, *given, **named)
 
 

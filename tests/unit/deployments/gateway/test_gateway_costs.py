@@ -137,13 +137,18 @@ async def test_the_cost_of_a_lost_answer_is_unknown_unless_it_was_streamed(
 
 
 class Endless(FakeReplicas):
-    """Answers that generate something, and then nothing more."""
+    """Answers that generate something, and then nothing more; `stops` is set where they stop."""
+
+    def __init__(self, *parts: AnswerStart | Piece) -> None:
+        super().__init__(*parts)
+        self.stops = asyncio.Event()
 
     async def stream(
         self, request: RelayedRequest
     ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
         async for part in super().stream(request):
             if isinstance(part, AnswerEnd):
+                self.stops.set()
                 await asyncio.get_running_loop().create_future()
             yield part
 
@@ -179,7 +184,10 @@ async def test_a_client_that_leaves_pays_for_its_prompt_and_what_was_generated(
     gateway = gateway_of(replicas, keys=(limited,), key_store=store)
     http = client_of(gateway)
     for number in range(2):
-        [task] = await settled(http, ("a", {"prompt": "x" * 400, "stream": streaming}))
+        body = {"prompt": "x" * 400, "stream": streaming}
+        task = asyncio.create_task(http.post(CHAT, json=body, headers=bearer("a")))
+        await replicas.stops.wait()
+        replicas.stops.clear()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if not number:
