@@ -224,6 +224,8 @@ def test_embeddings_are_charged_to_their_key(server: Server) -> None:
     assert int(later.headers["x-ratelimit-remaining-tokens"]) <= 1000 - 200
     long = client.embeddings.with_raw_response
     with pytest.raises(openai.RateLimitError):
+        long.create(model="embedding", input="x" * 3900)
+    with pytest.raises(openai.BadRequestError, match="`tokens_per_minute` of this key is 1000"):
         long.create(model="embedding", input="x" * 8000)
 
 
