@@ -45,8 +45,8 @@ class ForkParameters:
     num_generated: tokens that the thread has generated in earlier engine requests, before a join.
     key, key_max_threads: API key of the request, and how many threads all requests of that key may
         have alive in one engine before forks wait; None for no limit.
-    deadline_at_s: Unix time at which the answer must end; forks of requests with a deadline start
-        first, the earliest one first. None without one.
+    deadline_at_s: Unix time at which the answer must end; an early one lets the request's forks
+        start before those of others (`ThreadGroup.order`). None without one.
     cut_tokens: 1 if a child does not inherit the fork token, else 0.
     children_fork: whether a child may fork.
     replacement_ids: tokens that stand in the text in place of a fork token.

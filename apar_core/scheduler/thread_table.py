@@ -5,7 +5,6 @@ Pure bookkeeping with request ids and token ids; nothing here knows vLLM.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,12 @@ from apar_core.formats.blocks import BlockRules, OpenBlock
 from apar_core.tree.thread_names import child_request_id
 
 Child = TypeVar("Child")
+
+DEADLINE_HORIZON_S = 60.0
+"""Longest deadline that puts a request's forks before those of others; without one, it is due then.
+
+Otherwise a key could put its forks before all others by a deadline that is never reached.
+"""
 
 
 @dataclass(slots=True)
@@ -109,15 +114,12 @@ class ThreadGroup(Generic[Child]):
 
     @property
     def order(self) -> tuple[int, float, float, str]:
-        """Sort key of the request among all: priority, then deadline, then arrival."""
+        """Sort key of the request among all: priority, then when it is due, then arrival."""
         priority, arrived_at_s = self.arrival
-        deadline_at_s = self.parameters.deadline_at_s
-        return (
-            priority,
-            math.inf if deadline_at_s is None else deadline_at_s,
-            arrived_at_s,
-            self.root_id,
-        )
+        due_s, deadline_at_s = arrived_at_s + DEADLINE_HORIZON_S, self.parameters.deadline_at_s
+        if deadline_at_s is not None:
+            due_s = min(due_s, deadline_at_s)
+        return priority, due_s, arrived_at_s, self.root_id
 
     def may_fork(self) -> bool:
         """Return whether a fork may open a thread, now or later."""

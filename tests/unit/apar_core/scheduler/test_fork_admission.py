@@ -46,8 +46,8 @@ def test_children_of_the_oldest_request_start_first_and_in_order() -> None:
 def test_children_of_a_request_with_a_deadline_start_before_those_of_older_ones() -> None:
     forks = admission()
     old, late, soon = group_of("old", 1.0), group_of("late", 2.0), group_of("soon", 3.0)
-    late.parameters = replace(late.parameters, deadline_at_s=200.0)
-    soon.parameters = replace(soon.parameters, deadline_at_s=100.0)
+    late.parameters = replace(late.parameters, deadline_at_s=20.0)
+    soon.parameters = replace(soon.parameters, deadline_at_s=10.0)
     for group in (old, late, soon):
         forks.wait(group, "child")
 

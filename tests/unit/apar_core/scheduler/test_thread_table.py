@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from apar_core.errors import TreeError
@@ -77,6 +79,18 @@ def test_groups_are_ordered_by_priority_then_arrival() -> None:
     ordered = sorted(table.groups, key=lambda group: group.order)
 
     assert [group.root_id for group in ordered] == ["urgent", "early", "late"]
+
+
+def test_a_deadline_far_away_puts_no_request_before_others() -> None:
+    table: ThreadTable[str] = ThreadTable()
+    deadlines = {"early": None, "a day": 86_403.0, "soon": 20.0, "late": None, "a minute": 65.0}
+    for second, (name, deadline_at_s) in enumerate(deadlines.items()):
+        parameters = replace(fork_parameters(), deadline_at_s=deadline_at_s)
+        table.open_group(name, parameters, 10, arrival=(0, float(second)))
+
+    ordered = sorted(table.groups, key=lambda group: group.order)
+
+    assert [group.root_id for group in ordered] == ["soon", "early", "a day", "late", "a minute"]
 
 
 def test_a_live_thread_has_its_group() -> None:
