@@ -68,6 +68,7 @@ class InProcess:
     """`ModelReplicas` of a replica in this process."""
 
     num_running = 1
+    num_unreachable = 0
 
     def __init__(self, answering: Any) -> None:
         self._answering = answering

@@ -316,6 +316,13 @@ ROUTER_DECISIONS = _counter(
     _MODEL | {"reason": "affinity; least_load; only_one; full"},
     "Routing decisions, including attempts repeated while all replicas are full.",
 )
+UNREACHABLE_REPLICAS = _gauge(
+    "apar_unreachable_replicas",
+    "replicas",
+    _MODEL,
+    "Replicas to which a gateway cannot open connections of its own: their requests go through Ray "
+    "Serve's handle, which costs more. It tries again after 1 s, later up to 300 s.",
+)
 REPLICAS = _gauge(
     "apar_replicas",
     "replicas",
@@ -329,6 +336,13 @@ REPLICAS_WANTED = _gauge(
     _MODEL,
     "Wanted replicas of the model: the configured number, or the autoscaler's minimum.",
     same_everywhere=True,
+)
+SHARED_STATE_SILENT = _gauge(
+    "apar_shared_state_silent",
+    "gateways",
+    {},
+    "1 while the state that several gateways share does not answer, so that this gateway uses an "
+    "equal part of all places, else 0.",
 )
 SETTINGS_REFUSED = _gauge(
     "apar_settings_refused",

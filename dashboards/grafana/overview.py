@@ -310,11 +310,12 @@ def _load() -> list[AnyPanel]:
             Text(
                 "Replicas",
                 "Replicas that accept requests, and the target: the configured number or the "
-                "autoscaler's minimum.",
+                "autoscaler's minimum. Requests to unreachable ones take a slower way.",
                 REPLICAS,
             ),
             Query(level(of.REPLICAS, "model", how="max"), "{{model}}"),
             Query(level(of.REPLICAS_WANTED, "model", how="max"), "{{model}} wanted"),
+            Query(level(of.UNREACHABLE_REPLICAS, "model", how="max"), "{{model}} unreachable"),
         ),
         lines(
             Text("Router decisions", "Routing decisions per second, by reason.", DECISIONS_PER_S),
@@ -393,16 +394,18 @@ def _errors() -> list[AnyPanel]:
         ),
         lines(
             Text(
-                "Settings refused, log lines dropped",
-                "Gateways that keep older settings because the newest ones are invalid, and log "
-                "lines dropped in the last scrapes because a disk hung. Both should be 0.",
+                "Settings refused, shared state silent, log lines dropped",
+                "Gateways that keep older settings because the newest ones are invalid, gateways "
+                "without the state that they share, and log lines dropped in the last scrapes "
+                "because a disk hung. All should be 0.",
                 GATEWAYS,
                 6,
             ),
             Query(level(of.SETTINGS_REFUSED, "source"), "{{source}} refused"),
+            Query(level(of.SHARED_STATE_SILENT), "shared state silent"),
             Query(events(of.LOG_LINES_DROPPED), "log lines"),
             at_least=1,
-            right_axis={"B": LOG_LINES},
+            right_axis={"C": LOG_LINES},
         ),
         table(
             Text("Alerts", "Pending and firing alerts. Should be empty.", ALERTS, 24, 5),

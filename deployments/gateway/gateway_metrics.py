@@ -37,6 +37,7 @@ _STATE_GAUGES = (
     catalogue.REQUESTS_QUEUED,
     catalogue.REPLICAS,
     catalogue.REPLICAS_WANTED,
+    catalogue.UNREACHABLE_REPLICAS,
 )
 _TOKEN_KINDS = ("prompt", "generated")
 
@@ -142,6 +143,7 @@ class GatewayMetrics:
             # Ray Serve makes its router when first asked, and ours with it.
             model.replicas.num_running and ROUTERS.capacity(model.settings.deployment),
             model.settings.wanted,
+            model.replicas.num_unreachable,
         )
         for metric, value in zip(_STATE_GAUGES, values, strict=True):
             recorder.set(metric, value, model=name)

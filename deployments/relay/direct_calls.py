@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-import socket
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deployments.relay.relay import ModelReplicas, Progress
@@ -31,14 +32,9 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _MAX_IDLE = 64
 _READ_BUFFER = 1 << 20
-# A node that vanishes closes no connection: half a minute later its requests go elsewhere.
-_KEEPALIVE = (
-    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 10),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 5),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 4),
-    ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 30_000),
-)
+# Time without a new attempt after an address has failed; doubled with each further failure.
+_FIRST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 300.0
 
 
 class Connection(NamedTuple):
@@ -49,27 +45,50 @@ class Connection(NamedTuple):
     max_call_bytes: int
 
 
+@dataclass(slots=True)
+class _Failure:
+    """An address at which no connection could be opened, and when to try it again."""
+
+    pause_s: float
+    until_s: float
+
+
 class DirectCalls:
     """`ModelReplicas` over connections of our own.
 
     The handle takes a request if all replicas are full or none is known, because it waits for room.
     It also takes one whose replica has no address or cannot be reached. `max_body_bytes` returns
     the present limit on the bodies of requests.
+
+    An address where no connection can be opened is tried again after a pause. It says nothing about
+    the replica: a firewall or a stall looks like the end of its process. Only Ray Serve, which the
+    handle asks meanwhile, declares replicas dead.
     """
 
     def __init__(
-        self, deployment: str, handle: ModelReplicas, max_body_bytes: Callable[[], int]
+        self,
+        deployment: str,
+        handle: ModelReplicas,
+        max_body_bytes: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.deployment = deployment
         self._handle = handle
         self._max_body_bytes = max_body_bytes
         self._idle: dict[Address, list[Connection]] = {}
-        self._unreachable: set[Address] = set()
+        self._failures: dict[Address, _Failure] = {}
+        self._clock = clock
 
     @property
     def num_running(self) -> int:
         """Running replicas, as the Serve controller last reported; it may have died since."""
         return self._handle.num_running
+
+    @property
+    def num_unreachable(self) -> int:
+        """See `ModelReplicas`."""
+        router = ROUTERS.known(self.deployment)
+        return 0 if router is None else len(router.addresses & self._failures.keys())
 
     async def answering(self, wait_s: float) -> int:
         """See `ModelReplicas`."""
@@ -124,15 +143,12 @@ class DirectCalls:
             address = None if replica is None else router.address_of(replica)
             if replica is None or address is None or replica in tried:
                 break
-            if address in self._unreachable:
+            failure = self._failures.get(address)
+            if failure is not None and self._clock() < failure.until_s:
                 break
             tried.add(replica)
             try:
                 connection = await self._sent(address, data, call.request.replica_wait_s)
-            except (ConnectionRefusedError, HandshakeError):
-                # Its process has ended; another one may listen at its port.
-                router.died(replica)
-                continue
             except BaseException:
                 router.released(request_id, replica)
                 raise
@@ -144,9 +160,7 @@ class DirectCalls:
     async def _sent(self, address: Address, data: bytes, wait_s: float) -> Connection | None:
         """Send a call's frame; None if the replica is full or cannot be reached.
 
-        Raises ConnectionRefusedError if the replica's process has ended, and HandshakeError if
-        another one listens at its address. Raises NoReplicaError if the replica does not accept the
-        call in time.
+        Raises NoReplicaError if the replica does not accept the call in time.
         """
         while True:
             idle = self._idle.get(address, [])
@@ -169,39 +183,60 @@ class DirectCalls:
                 connection.writer.close()
                 message = f"no replica accepted the request within {wait_s:g} s"
                 raise NoReplicaError(message) from error
-            except HandshakeError:
-                connection.writer.close()
-                raise
             except (OSError, asyncio.IncompleteReadError) as error:
                 _log_violation(address, error)
                 # Idle connections may have broken while nobody used them, probably all of them.
                 connection.writer.close()
                 self._close_idle(address)
                 if is_new:
+                    self._failed(address, error)
                     return None
             except BaseException:
                 connection.writer.close()
                 raise
             else:
+                if self._failures.pop(address, None) is not None:
+                    logger.info(
+                        "own connections to a replica work again",
+                        extra={"host": address.host, "port": address.port},
+                    )
                 if is_accepted:
                     return connection
                 self.kept(address, connection)
                 return None
 
     async def _connection(self, address: Address) -> Connection | None:
-        """Open a connection; None, from now on, if the network lets none through."""
+        """Open a connection; None if that fails."""
+        if (failure := self._failures.get(address)) is not None:
+            # One request tries again; others do not wait for it.
+            failure.until_s = self._clock() + failure.pause_s
         try:
             async with asyncio.timeout(_CONNECT_S):
-                return await _connected(address, max_call_bytes(self._max_body_bytes()))
-        except ConnectionRefusedError:
-            raise
-        except (OSError, TimeoutError) as error:
-            self._unreachable.add(address)
-            logger.warning(
-                "no own connection to a replica; requests go through Ray Serve's handle",
-                extra={"host": address.host, "port": address.port, "reason": str(error)},
-            )
+                reader, writer = await asyncio.open_connection(
+                    address.host, address.port, limit=_READ_BUFFER
+                )
+        except OSError as error:
+            self._failed(address, error)
             return None
+        return Connection(reader, writer, max_call_bytes(self._max_body_bytes()))
+
+    def _failed(self, address: Address, error: Exception) -> None:
+        """Open no connection to an address for a while."""
+        if (router := ROUTERS.known(self.deployment)) is not None:
+            for gone in self._failures.keys() - router.addresses:
+                del self._failures[gone]
+        known = self._failures.get(address)
+        pause_s = _FIRST_PAUSE_S if known is None else min(2 * known.pause_s, _MAX_PAUSE_S)
+        self._failures[address] = _Failure(pause_s, self._clock() + pause_s)
+        logger.warning(
+            "no own connection to a replica; requests go through Ray Serve's handle",
+            extra={
+                "host": address.host,
+                "port": address.port,
+                "reason": repr(error),
+                "next_attempt_s": pause_s,
+            },
+        )
 
     def kept(self, address: Address, connection: Connection) -> None:
         """Keep a connection for the next call."""
@@ -239,7 +274,9 @@ class _RunningCall:
                 yield part
         except (OSError, asyncio.IncompleteReadError) as error:
             _log_violation(self._address, error)
-            raise ReplicaLostError(f"the connection to the replica broke: {error}") from error
+            raise ReplicaLostError(
+                f"the connection to the replica broke: {error}", replica=self._replica
+            ) from error
         finally:
             if complete:
                 self._calls.kept(self._address, self._connection)
@@ -247,14 +284,6 @@ class _RunningCall:
                 self._connection.writer.close()  # Cancels the call.
             if router := ROUTERS.known(self._calls.deployment):
                 router.released(self._request_id, self._replica)
-
-
-async def _connected(address: Address, max_call_bytes: int) -> Connection:
-    reader, writer = await asyncio.open_connection(address.host, address.port, limit=_READ_BUFFER)
-    connected: socket.socket = writer.get_extra_info("socket")
-    for option, value in _KEEPALIVE:
-        connected.setsockopt(*option, value)
-    return Connection(reader, writer, max_call_bytes)
 
 
 async def _greet(address: Address, connection: Connection) -> None:

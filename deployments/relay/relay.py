@@ -82,6 +82,10 @@ class ReplicaCalls(Protocol):
 class ModelReplicas(ReplicaCalls, Protocol):
     """The replicas of one model, and how they are."""
 
+    @property
+    def num_unreachable(self) -> int:
+        """Replicas to which this process has no connections of its own, because they failed."""
+
     async def answering(self, wait_s: float) -> int:
         """Ask all running replicas for a sign of life from their engine; returns how many gave one.
 

@@ -48,6 +48,11 @@ class HandleCalls:
         choice = None if router is None else router._asyncio_router.request_router
         return 0 if choice is None else len(choice.curr_replicas)
 
+    @property
+    def num_unreachable(self) -> int:
+        """See `ModelReplicas`; a handle has no connections of its own."""
+        return 0
+
     async def answering(self, wait_s: float) -> int:
         """See `ModelReplicas`."""
         if not self.num_running:
@@ -128,6 +133,7 @@ async def _parts(
 ) -> AsyncGenerator[Any, None]:
     _name_calls(request.terms.request_id)
     response = cast("DeploymentResponseGenerator[Any]", method.remote(request))
+    replica: str | None = None
     try:
         try:
             await _accepted(response, request.replica_wait_s)
@@ -141,12 +147,12 @@ async def _parts(
     except _LOST as error:
         # Not counted as a death of the engine: the loss of a node looks the same as a process that
         # this request has killed. `max_retries` bounds the attempts.
-        raise ReplicaLostError(str(error)) from error
+        raise ReplicaLostError(str(error), replica=replica) from error
     except AioRpcError as error:
         # A replica that shuts down cancels its remaining calls. Our own cancellation never arrives
         # as this error.
         if error.code() is StatusCode.CANCELLED:
-            raise ReplicaLostError("the replica has cancelled the call") from error
+            raise ReplicaLostError("the replica has cancelled the call", replica=replica) from error
         raise
     finally:
         response.cancel()

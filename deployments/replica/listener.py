@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 # Whoever reaches the port could fill the log otherwise.
 _REFUSAL_LOG_PERIOD_S = 60.0
+# Connections that wait to be accepted: a burst of new ones must not look like a lost network. The
+# kernel lowers it to `net.core.somaxconn`.
+_BACKLOG = 4096
 # Above asyncio's own buffer, so that one large request needs few reads.
 _READ_BUFFER = 1 << 20
 
@@ -64,7 +67,9 @@ class Listener:
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of this host."""
-        self._server = await asyncio.start_server(self._connected, host, 0, limit=_READ_BUFFER)
+        self._server = await asyncio.start_server(
+            self._connected, host, 0, limit=_READ_BUFFER, backlog=_BACKLOG
+        )
         port: int = self._server.sockets[0].getsockname()[1]
         return Address(host, port, self._token.hex())
 

@@ -100,10 +100,10 @@ class SharedRouter:
 
     def reported(self, replica_id: str, load: ReplicaLoad) -> None:
         """Take a replica's report."""
-        is_new = replica_id not in self._addresses
-        if is_new and load.address is not None and load.protocol == PROTOCOL:
-            self._addresses[replica_id] = Address.from_text(load.address)
         with self._lock:
+            is_new = replica_id not in self._addresses
+            if is_new and load.address is not None and load.protocol == PROTOCOL:
+                self._addresses[replica_id] = Address.from_text(load.address)
             self._router.reported(replica_id, load, self._now())
 
     def assign(self, request_id: str, hint: RequestHint, avoid: Collection[str] = ()) -> str | None:
@@ -140,7 +140,14 @@ class SharedRouter:
 
     def address_of(self, replica_id: str) -> Address | None:
         """Return where to call a replica; None for Ray Serve's handle."""
-        return self._addresses.get(replica_id) if self._settings.direct else None
+        with self._lock:
+            return self._addresses.get(replica_id) if self._settings.direct else None
+
+    @property
+    def addresses(self) -> set[Address]:
+        """The known addresses of the replicas."""
+        with self._lock:
+            return set(self._addresses.values())
 
     def listen(self, listener: CapacityListener) -> None:
         """Call with the number of running replicas, now and whenever it changes.

@@ -10,11 +10,13 @@ includes a new nonce of either end. So a proof holds for one connection and one 
     limit of a call, proof      ->
 
 Frames follow (`wire/frames.py`). Like Ray's own traffic, they are neither encrypted nor signed.
+Both ends send TCP keepalives: each notices within half a minute that the other's node is gone.
 """
 
 import asyncio
 import hmac
 import secrets
+import socket
 import struct
 
 PROTOCOL = 2
@@ -29,6 +31,16 @@ _PROOF_BYTES = 32
 _LIMIT = struct.Struct(">I")
 
 
+# A node that vanishes closes no connection: half a minute later, its connections are broken.
+_KEEPALIVE = (
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 5),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 4),
+    ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 30_000),
+)
+
+
 class HandshakeError(ConnectionError):
     """The other end does not know the token, or speaks another protocol or version."""
 
@@ -41,6 +53,7 @@ async def greet_replica(
     Raises HandshakeError if it is another process, which then has received a nonce and no more.
     Raises OSError or IncompleteReadError if the connection breaks or the other end is silent.
     """
+    _keep_alive(writer)
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
             greeting = _greeting()
@@ -61,6 +74,7 @@ async def admit_gateway(
     Returns the gateway's limit on the bytes of a call. Raises HandshakeError if it is no gateway,
     and OSError or IncompleteReadError if the connection breaks or the other end is silent.
     """
+    _keep_alive(writer)
     async with asyncio.timeout(_HANDSHAKE_S):
         said = await _read_greeting(reader)
         greeting = _greeting()
@@ -70,6 +84,12 @@ async def admit_gateway(
         _check(await reader.readexactly(_PROOF_BYTES), token, b"gateway", said + limit)
     (max_call_bytes,) = _LIMIT.unpack(limit)
     return int(max_call_bytes)
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    connected: socket.socket = writer.get_extra_info("socket")
+    for option, value in _KEEPALIVE:
+        connected.setsockopt(*option, value)
 
 
 def _greeting() -> bytes:

@@ -33,6 +33,7 @@ class FakeReplicas:
         self.gate.set()
         self.num_closed = 0
         self.num_running = 1
+        self.num_unreachable = 0
         self.num_answering: int | None = None  # None for all that run
         self.reports: list[StartReport] = []
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -88,10 +89,12 @@ class Cluster:
         self.handle = Handle()
         self.router = SharedRouter(RoutingSettings(), seed=1)
         self.max_body_bytes = 1000
+        self.now_s = 0.0
         self.calls: Any = DirectCalls(
             "direct",
             self.handle,  # type: ignore[arg-type]
             lambda: self.max_body_bytes,
+            lambda: self.now_s,
         )
         self.listeners: list[Listener] = []
         self.caps: dict[str, int] = {}
@@ -176,13 +179,82 @@ async def test_a_full_replica_refuses_and_another_answers(cluster: Cluster) -> N
     assert (full.num_calls, free.num_calls, cluster.handle.num_calls) == (0, 4, 1)
 
 
-async def test_a_replica_that_is_gone_is_no_longer_chosen(cluster: Cluster) -> None:
+async def test_the_handle_finds_out_whether_a_replica_is_gone(cluster: Cluster) -> None:
     await cluster.add(Answers(START, END))
     assert await cluster.stream() == [START, END]
     await cluster.listeners[0].close()
 
     assert await cluster.stream() == [START, END]
-    assert (cluster.handle.num_calls, cluster.router.capacity) == (1, 0)
+    assert (cluster.handle.num_calls, cluster.router.capacity) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionRefusedError("rejected"), TimeoutError("dropped"), OSError("no route to host")],
+)
+async def test_an_address_that_fails_is_tried_again_later_and_its_replica_stays(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    answers = Answers(START, END)
+    await cluster.add(answers)
+    tries = []
+
+    async def fail(*_: Any, **__: Any) -> None:
+        tries.append(cluster.now_s)
+        raise error
+
+    with monkeypatch.context() as firewall:
+        firewall.setattr(asyncio, "open_connection", fail)
+        for now_s in (0.0, 0.9, 1.0, 2.9, 3.0):
+            cluster.now_s = now_s
+            assert await cluster.stream() == [START, END]
+    assert tries == [0.0, 1.0, 3.0]
+    assert (answers.num_calls, cluster.handle.num_calls) == (0, 5)
+    assert (cluster.calls.num_unreachable, cluster.router.capacity) == (1, 1)
+
+    cluster.now_s = 7.0
+    for _ in range(2):
+        assert await cluster.stream() == [START, END]
+    assert (answers.num_calls, cluster.handle.num_calls) == (2, 5)
+    assert (cluster.calls.num_unreachable, cluster.router.capacity) == (0, 1)
+
+
+async def test_only_one_request_waits_while_an_address_is_tried_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.add(Answers(START, END))
+    rejects, hangs = ConnectionRefusedError("rejected"), asyncio.Event()
+
+    async def fail(*_: Any, **__: Any) -> None:
+        if cluster.now_s:
+            await hangs.wait()
+        raise rejects
+
+    monkeypatch.setattr(asyncio, "open_connection", fail)
+    assert await cluster.stream() == [START, END]
+    cluster.now_s = 1.0
+    first = asyncio.create_task(cluster.stream())
+    await asyncio.sleep(0)
+
+    assert await cluster.stream(replace(REQUEST, terms=RequestTerms("other"))) == [START, END]
+    assert not first.done()
+    hangs.set()
+    assert await first == [START, END]
+
+
+SOMAXCONN = int(Path("/proc/sys/net/core/somaxconn").read_text())
+
+
+async def test_a_burst_of_connections_waits_until_the_replica_accepts_them(
+    cluster: Cluster,
+) -> None:
+    host, port, _ = await cluster.add(Answers(START, END))
+
+    # The event loop accepts none of them meanwhile.
+    burst = [socket.create_connection((host, port), timeout=60) for _ in range(min(400, SOMAXCONN))]
+
+    for each in burst:
+        each.close()
 
 
 async def test_a_lost_connection_is_a_lost_replica(cluster: Cluster) -> None:
@@ -191,8 +263,9 @@ async def test_a_lost_connection_is_a_lost_replica(cluster: Cluster) -> None:
         assert await anext(parts) == START
         for task in cluster.listeners[0]._connections:
             task.cancel()
-        with pytest.raises(ReplicaLostError, match="connection"):
+        with pytest.raises(ReplicaLostError, match="connection") as raised:
             await anext(parts)
+    assert raised.value.replica == "r0"
 
 
 async def test_a_broken_answer_names_the_replica(cluster: Cluster) -> None:
@@ -246,14 +319,15 @@ async def test_a_process_at_the_port_of_a_dead_replica_gets_neither_token_nor_pr
     for _ in range(4):
         assert await cluster.stream(request) == [START, END]
 
-    assert live.num_calls == 4
-    # One connection, because the router no longer chooses that replica; on it only a nonce.
+    assert live.num_calls + cluster.handle.num_calls == 4
+    # One connection, because the address is not tried again soon; on it only a nonce.
     assert [len(received) for received in rogue.received] == [40]
     assert bytes.fromhex(address.token) not in rogue.received[0]
     assert not rogue.file.exists()
-    assert cluster.router.capacity == 1
-    [record] = caplog.records
-    assert record.message.startswith("another process listens at a replica's address")
+    assert (cluster.router.capacity, cluster.calls.num_unreachable) == (2, 1)
+    first, second = caplog.records
+    assert first.message.startswith("another process listens at a replica's address")
+    assert second.message.startswith("no own connection to a replica")
     rogue.close()
 
 
@@ -286,7 +360,7 @@ async def test_a_replica_that_sends_something_unexpected_is_lost(
         assert await cluster.stream() == [START, END]
         assert cluster.handle.num_calls == 1
 
-    [record] = caplog.records
+    record = caplog.records[0]
     assert record.levelno == logging.ERROR
     assert record.message == "unexpected data from a replica; its connection is closed"
     server.close()

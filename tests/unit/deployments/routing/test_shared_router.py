@@ -2,12 +2,14 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import Routers, SharedRouter
+from deployments.wire.frames import Address
 from tests.fakes.clock import Clock
 from tests.unit.deployments.routing.loads import FORKED, HINT, busy
 
@@ -24,6 +26,20 @@ def test_an_assigned_request_is_counted_at_once(shared: SharedRouter) -> None:
 
     assert sorted(filter(None, places)) == ["a"] * 4 + ["b"] * 4
     assert shared.assign("more", HINT) is None
+
+
+def test_addresses_change_under_the_lock(shared: SharedRouter) -> None:
+    class Guarded(dict[str, Address]):
+        def __setitem__(self, name: str, address: Address) -> None:
+            assert shared._lock.locked()
+            super().__setitem__(name, address)
+
+    shared._addresses = Guarded()
+    address = Address("127.0.0.1", 1, "00")
+
+    shared.reported("a", replace(busy(0, 0), address=address.as_text()))
+
+    assert (shared.address_of("a"), shared.addresses) == (address, {address})
 
 
 def test_a_request_that_is_assigned_again_is_counted_once(shared: SharedRouter) -> None:

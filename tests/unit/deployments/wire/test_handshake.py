@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -37,6 +38,10 @@ async def test_both_ends_learn_that_the_other_knows_the_token(pair: tuple[Ends, 
     )
 
     assert limit == 12_345
+    for _, writer in (gateway, replica):
+        connected = writer.get_extra_info("socket")
+        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
 
 
 async def kept(reader: asyncio.StreamReader, into: bytearray) -> None:
