@@ -196,8 +196,14 @@ class TracedCalls:
     ) -> tuple[AnswerStart, AnswerEnd]:
         """See `ReplicaCalls`."""
         attempt = self._attempt(request)
+
+        def noted(num_tokens: int, prompt_tokens: int) -> None:
+            attempt.find_replica()
+            if progress is not None:
+                progress(num_tokens, prompt_tokens)
+
         try:
-            start, end = await self._replicas.whole(attempt.request, progress)
+            start, end = await self._replicas.whole(attempt.request, noted)
             attempt.saw(start)
             attempt.saw(end)
             return start, end
@@ -213,19 +219,21 @@ class TracedCalls:
         if request.terms.resume is not None:
             facts[names.ATTEMPT_CONTINUES] = True
         span = self._tracing.start(names.REPLICA, SpanKind.CLIENT, self._parent, facts)
-        return _Attempt(self._tracing, span, request)
+        return _Attempt(self._tracing, span, request, self._deployment)
 
     def _end(self, attempt: _Attempt) -> None:
         self.answered = attempt.outcome in (_ANSWERED, _REFUSED)
-        request_id = attempt.request.terms.request_id or ""
-        attempt.end(ROUTERS.replica_of(self._deployment, request_id))
+        attempt.end()
 
 
 class _Attempt:
     """One attempt: its span, and thread times from the journal in case the replica just dies."""
 
-    def __init__(self, tracing: Tracing, span: Span, request: RelayedRequest) -> None:
+    def __init__(
+        self, tracing: Tracing, span: Span, request: RelayedRequest, deployment: str
+    ) -> None:
         self._tracing = tracing
+        self._deployment = deployment
         self._span = span
         self._inside = set_span_in_context(span, Context())
         terms = replace(request.terms, trace_headers=tracing.headers_of(self._inside))
@@ -239,15 +247,22 @@ class _Attempt:
         self._first_s: float | None = None
         self._clock = WallClock()
 
+    def find_replica(self) -> None:
+        """Note the replica while the router still counts the request there."""
+        if self._replica_id is None:
+            request_id = self.request.terms.request_id or ""
+            self._replica_id = ROUTERS.replica_of(self._deployment, request_id)
+
     def saw(self, part: AnswerStart | Piece | AnswerEnd) -> None:
         """Note a part of the answer."""
         if isinstance(part, AnswerEnd):
             self.outcome = _REFUSED if self._status >= 400 else _ANSWERED
-            self._replica_id = part.replica
+            self._replica_id = part.replica or self._replica_id
             self._num_tokens = part.generated_tokens
             return
         if isinstance(part, AnswerStart):
             self._status = part.status
+            self.find_replica()
         if part.journal:
             self._note(part.journal)
 
@@ -268,6 +283,7 @@ class _Attempt:
     def lost(self, error: ReplicaLostError) -> None:
         """Mark the replica as lost; if it sent no spans of its threads, make them here."""
         self.outcome = LOST
+        self._replica_id = error.replica or self._replica_id
         self._span.set_status(StatusCode.ERROR, "replica lost")
         self._span.set_attribute(names.ERROR_TYPE, type(error).__name__)
         # A replica that broke the answer off itself sends its own spans.
@@ -278,14 +294,15 @@ class _Attempt:
             if self._num_dropped:
                 self._span.set_attribute(names.THREADS_DROPPED, self._num_dropped)
 
-    def end(self, replica_id: str | None) -> None:
-        """End the span; `replica_id` is the router's, used if the answer did not name one."""
+    def end(self) -> None:
+        """End the span."""
+        self.find_replica()
         facts: dict[str, str | int] = {
             names.OUTCOME: self.outcome,
             names.OUTPUT_TOKENS: self._num_tokens,
         }
-        if known := self._replica_id or replica_id:
-            facts[names.REPLICA_ID] = known
+        if self._replica_id is not None:
+            facts[names.REPLICA_ID] = self._replica_id
         if self._status:
             facts[names.HTTP_STATUS] = self._status
         if self._status >= 500:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from apar_core.journal import ThreadDelta
 from cluster.config.keys import KeyConfig
 from cluster.config.retries import RetryConfig
 from deployments.gateway.gateway_trace import start_trace
+from deployments.routing.shared_router import Routers
 from deployments.tracing import attributes as names
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import ReplicaBrokenError, ReplicaLostError
@@ -243,6 +245,62 @@ async def test_a_client_that_leaves_ends_its_trace(kept: KeptSpans) -> None:
     assert facts(server)[names.CANCELLED] is True
     assert not failed(server)
     assert facts(kept.one(names.REPLICA))[names.OUTCOME] == "left"
+
+
+class Counted(Taking):
+    """Replicas whose requests the router counts while they run, as over direct connections."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *attempts: tuple[AnswerStart | Piece | Exception, ...],
+    ) -> None:
+        super().__init__(*attempts)
+        self.at: str | None = None
+        monkeypatch.setattr(Routers, "replica_of", lambda _, deployment, request_id: self.at)
+
+    async def stream(
+        self, request: RelayedRequest
+    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+        self.at = f"replica-{len(self.requests)}"
+        try:
+            async with aclosing(super().stream(request)) as parts:
+                async for part in parts:
+                    yield part
+                    await asyncio.sleep(0)
+        finally:
+            self.at = None
+
+
+async def test_a_lost_attempt_names_its_replica(
+    kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_began = ReplicaLostError("killed", replica="replica-1")
+    replicas = Counted(monkeypatch, (FIRST, ReplicaLostError("killed")), (never_began,), (REST,))
+
+    await client(kept, replicas).post(CHAT, json={"stream": True})
+
+    lost, other, last = kept.named(names.REPLICA)
+    assert [facts(each)[names.OUTCOME] for each in (lost, other, last)] == ["lost"] * 2 + [
+        "answered"
+    ]
+    assert facts(lost)[names.REPLICA_ID] == "replica-0"
+    assert facts(other)[names.REPLICA_ID] == "replica-1"
+
+
+async def test_an_attempt_whose_client_has_left_names_its_replica(
+    kept: KeptSpans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = Counted(monkeypatch, (FIRST,) * 1000)
+    task = asyncio.create_task(client(kept, replicas).post(CHAT, json={"stream": True}))
+    while replicas.at is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+    attempt = facts(kept.one(names.REPLICA))
+    assert (attempt[names.OUTCOME], attempt[names.REPLICA_ID]) == ("left", "replica-0")
 
 
 FIRST = AnswerStart(
