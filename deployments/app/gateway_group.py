@@ -68,18 +68,31 @@ class ActorCalls:
 
     def __init__(self) -> None:
         self._actor: Any = None
+        self._starting: asyncio.Task[Any] | None = None
 
     async def __call__(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
-        """Call a method of `SharedState`."""
+        """Call a method of `SharedState`; starts the actor if necessary, within the same time."""
         try:
-            if self._actor is None:
-                # A first call waits for Ray's global store.
-                self._actor = await asyncio.to_thread(_started_actor)
             async with asyncio.timeout(timeout_s):
-                return await getattr(self._actor, method).remote(*arguments)
+                actor = await self._started()
+                return await getattr(actor, method).remote(*arguments)
         except RayError:
             self._actor = None
             raise
+
+    async def _started(self) -> Any:
+        """Return the actor; its start waits for Ray's global store, which may be lost as well."""
+        if self._actor is None:
+            # A call that times out leaves it to the next one: each would block another executor.
+            starting = self._starting = self._starting or asyncio.create_task(
+                asyncio.to_thread(_started_actor)
+            )
+            try:
+                self._actor = await asyncio.shield(starting)
+            finally:
+                if starting.done() and self._starting is starting:
+                    self._starting = None
+        return self._actor
 
 
 def _started_actor() -> Any:
@@ -174,7 +187,7 @@ class GroupMember:
                 timeout_s=self._answer_s,
             )
         except (RayError, TimeoutError) as error:
-            raise LedgerSilentError(str(error)) from error
+            raise LedgerSilentError(repr(error)) from error
         self._gateway.callers.share_cache_secret(secret)
         return leases
 

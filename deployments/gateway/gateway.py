@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from apar_core.errors import CapacityError, RequestError
 from cluster.client_headers import BYPASSES_SERVE, REQUEST_ID
 from cluster.config.keys import KeyConfig
+from cluster.metrics.catalogue import SHARED_STATE_SILENT
 from deployments.gateway.accounts import Size
 from deployments.gateway.admin import ADMIN_PATH, Admin
 from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
@@ -169,6 +170,8 @@ class Gateway:
     def take_metrics(self) -> None:
         """Record the current state in the metrics, including whether the keys file is in force."""
         self.metrics.settings_refused("keys_file", refused=self.callers.keys_are_outdated)
+        is_alone = self._places is not None and self._places.is_alone
+        self.metrics.recorder.set(SHARED_STATE_SILENT, float(is_alone))
         self.metrics.take(self._models.values(), self.callers.metrics_classes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

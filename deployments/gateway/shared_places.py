@@ -10,11 +10,14 @@ leaves places unused, but never exceeds the limit. Leases follow the demand by m
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
@@ -192,7 +195,7 @@ class SharedPlaces:
         self._clock = clock
         self._in_force: dict[str, int] = {}
         self._heard_s = clock()
-        self._is_alone = False
+        self._was_alone = False
         self._hurry = asyncio.Event()
 
     @property
@@ -200,9 +203,14 @@ class SharedPlaces:
         """Number of gateways, at least the configured one."""
         return max(1, self.num_configured, self._ledger.num_gateways)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the ledger has been silent for longer than `TRUST_S`."""
+        return self._clock() - self._heard_s > TRUST_S
+
     def of(self, place: str, limit: int) -> int:
         """Return the places that this gateway may use."""
-        if self._is_alone:
+        if self.is_alone:
             return max(1, limit // self.num_gateways)
         # The limit may have fallen since the lease.
         return min(limit, self._in_force.get(place, 0))
@@ -231,11 +239,25 @@ class SharedPlaces:
             name: Demand(need.limit, need.running, need.waiting, self.of(name, need.limit))
             for name, need in needs.items()
         }
+        asked_s = self._clock()
         try:
-            granted = await self._ledger.exchange(demands, self.num_configured)
-        except LedgerSilentError:
-            self._is_alone = self._is_alone or self._clock() - self._heard_s > TRUST_S
-            return
-        self._heard_s = self._clock()
-        self._in_force = granted
-        self._is_alone = False
+            self._in_force = await self._ledger.exchange(demands, self.num_configured)
+            # Not when the answer came: the ledger counts the time to `EXPIRY_S` from the question.
+            self._heard_s = asked_s
+        except LedgerSilentError as error:
+            self._note(str(error))
+        else:
+            self._note()
+
+    def _note(self, reason: str = "") -> None:
+        """Log a change of `is_alone`."""
+        is_alone = self.is_alone
+        if is_alone and not self._was_alone:
+            logger.warning(
+                "the state that gateways share does not answer; this gateway uses its part of the "
+                "places, and requests pass unlimited by rates",
+                extra={"reason": reason, "num_gateways": self.num_gateways},
+            )
+        elif self._was_alone and not is_alone:
+            logger.info("the state that gateways share answers again")
+        self._was_alone = is_alone

@@ -1,5 +1,6 @@
 """The state that gateways share, without Ray around it."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from cluster.config.limits import LimitsConfig
 from cluster.config.model import ModelConfig
 from deployments.app import gateway_group
 from deployments.app.autoscaling import gateway_autoscaling, num_nodes
-from deployments.app.gateway_group import GroupMember, SharedState
+from deployments.app.gateway_group import ActorCalls, GroupMember, SharedState
 from deployments.gateway.callers import Caller
 from deployments.gateway.gateway import Gateway
 from deployments.wire.answer import AnswerStart
@@ -80,6 +81,37 @@ async def test_without_the_actor_requests_pass_and_places_are_divided(
         await limited.admit_request()
     assert group.places.of("model", 9) == 4
     await group.leave()
+
+
+async def test_a_call_whose_actor_does_not_start_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when Ray's global store is lost together with the actor."""
+    recovered, num_starts = threading.Event(), 0
+
+    class Actor:
+        @property
+        def read(self) -> "Actor":
+            return self
+
+        async def remote(self, place: str) -> str:
+            return place
+
+    def start() -> Actor:
+        nonlocal num_starts
+        num_starts += 1
+        recovered.wait()
+        return Actor()
+
+    monkeypatch.setattr(gateway_group, "_started_actor", start)
+    calls = ActorCalls()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await calls("read", "place", timeout_s=0.01)
+    recovered.set()
+
+    assert await calls("read", "place", timeout_s=60) == "place"
+    assert num_starts == 1
 
 
 async def test_a_gateway_that_is_alone_again_has_all_places(

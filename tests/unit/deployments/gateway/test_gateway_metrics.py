@@ -16,11 +16,13 @@ from deployments.app.ingress import FrontDoor
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of, watch_lag
 from deployments.gateway.request_log import RequestRecord
+from deployments.gateway.shared_places import SharedPlaces
 from deployments.relay.relay import Progress
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
+from tests.fakes.clock import Clock
 from tests.fakes.replicas import (
     CHAT,
     EVENTS,
@@ -303,6 +305,27 @@ async def test_a_removed_model_leaves_the_gauges() -> None:
 
     assert exported.value(catalogue.REPLICAS_WANTED, model="m") == 1
     assert math.isnan(exported.value(catalogue.REPLICAS_WANTED, model="m1") or 0)
+
+
+async def test_what_a_gateway_cannot_reach_is_exported() -> None:
+    replicas = FakeReplicas(OK)
+    exported = ExportedMetrics(replicas)
+    clock = Clock(0.0)
+    # It is heard of once, when it is made.
+    ledger: Any = None
+    exported.gateway.share(SharedPlaces(ledger, 2, clock))
+    values = []
+    for unreachable, now_s in ((0, 0.0), (2, 60.0)):
+        replicas.num_unreachable, clock.now_s = unreachable, now_s
+        exported.gateway.take_metrics()
+        values.append(
+            (
+                exported.value(catalogue.UNREACHABLE_REPLICAS, model="m"),
+                exported.value(catalogue.SHARED_STATE_SILENT),
+            )
+        )
+
+    assert values == [(0, 0), (2, 1)]
 
 
 async def test_requests_during_a_drain_are_counted() -> None:

@@ -92,6 +92,51 @@ def test_shares_are_max_min_fair(limit: int, wanted: list[int]) -> None:
     assert not unmet or max(given_out) <= min(unmet) + 1
 
 
+class Hanging(Wire):
+    """A ledger whose answers take as long as the test wants."""
+
+    def __init__(self, ledger: PlaceLedger) -> None:
+        super().__init__(ledger, "first")
+        self.answers = asyncio.Event()
+
+    async def exchange(self, demands: Mapping[str, Demand], num_expected: int) -> dict[str, int]:
+        granted = await super().exchange(demands, num_expected)
+        await self.answers.wait()
+        return granted
+
+
+async def test_a_gateway_falls_back_while_a_question_hangs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    clock = Clock()
+    wire = Hanging(PlaceLedger(clock))
+    clock.now_s = EXPIRY_S + 1
+    places = SharedPlaces(wire, 2, clock)
+    need = {PLACE: Need(8, 0, 8)}
+    wire.answers.set()
+    await places.exchange(need)
+    assert (places.of(PLACE, 8), places.is_alone) == (8, False)
+
+    wire.answers.clear()
+    question = asyncio.create_task(places.exchange(need))
+    await asyncio.sleep(0)
+    clock.now_s += TRUST_S + 0.1
+    assert (places.of(PLACE, 8), places.is_alone) == (4, True)
+
+    # A late answer says what the ledger granted when it was asked.
+    wire.answers.set()
+    await question
+    assert places.is_alone
+    await places.exchange(need)
+    assert (places.of(PLACE, 8), places.is_alone) == (8, False)
+    assert [record.message for record in caplog.records] == [
+        "the state that gateways share does not answer; this gateway uses its part of the places, "
+        "and requests pass unlimited by rates",
+        "the state that gateways share answers again",
+    ]
+
+
 steps = st.lists(
     st.tuples(
         st.integers(0, 2),
