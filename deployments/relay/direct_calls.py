@@ -165,7 +165,8 @@ class DirectCalls:
         while True:
             idle = self._idle.get(address, [])
             is_new = not idle
-            connection = await self._connection(address) if is_new else idle.pop()
+            before = self._failures.get(address)
+            connection = await self._connection(address, before) if is_new else idle.pop()
             if connection is None:
                 return None
             if len(data) > connection.max_call_bytes:
@@ -189,7 +190,7 @@ class DirectCalls:
                 connection.writer.close()
                 self._close_idle(address)
                 if is_new:
-                    self._failed(address, error)
+                    self._failed(address, before, error)
                     return None
             except BaseException:
                 connection.writer.close()
@@ -205,28 +206,29 @@ class DirectCalls:
                 self.kept(address, connection)
                 return None
 
-    async def _connection(self, address: Address) -> Connection | None:
-        """Open a connection; None if that fails."""
-        if (failure := self._failures.get(address)) is not None:
+    async def _connection(self, address: Address, before: _Failure | None) -> Connection | None:
+        """Open a connection; None if that fails. `before` is the failure before this attempt."""
+        if before is not None:
             # One request tries again; others do not wait for it.
-            failure.until_s = self._clock() + failure.pause_s
+            before.until_s = self._clock() + before.pause_s
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(
                     address.host, address.port, limit=_READ_BUFFER
                 )
         except OSError as error:
-            self._failed(address, error)
+            self._failed(address, before, error)
             return None
         return Connection(reader, writer, max_call_bytes(self._max_body_bytes()))
 
-    def _failed(self, address: Address, error: Exception) -> None:
+    def _failed(self, address: Address, before: _Failure | None, error: Exception) -> None:
         """Open no connection to an address for a while."""
+        if self._failures.get(address) is not before:
+            return  # Attempts at the same time count once.
         if (router := ROUTERS.known(self.deployment)) is not None:
             for gone in self._failures.keys() - router.addresses:
                 del self._failures[gone]
-        known = self._failures.get(address)
-        pause_s = _FIRST_PAUSE_S if known is None else min(2 * known.pause_s, _MAX_PAUSE_S)
+        pause_s = _FIRST_PAUSE_S if before is None else min(2 * before.pause_s, _MAX_PAUSE_S)
         self._failures[address] = _Failure(pause_s, self._clock() + pause_s)
         logger.warning(
             "no own connection to a replica; requests go through Ray Serve's handle",

@@ -219,6 +219,33 @@ async def test_an_address_that_fails_is_tried_again_later_and_its_replica_stays(
     assert (cluster.calls.num_unreachable, cluster.router.capacity) == (0, 1)
 
 
+async def test_attempts_at_the_same_time_count_as_one_failure(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers(START, END)
+    await cluster.add(answers)
+    rejects, num_tries = asyncio.Event(), 0
+
+    async def fail(*_: Any, **__: Any) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        await rejects.wait()
+        raise ConnectionRefusedError
+
+    with monkeypatch.context() as firewall:
+        firewall.setattr(asyncio, "open_connection", fail)
+        requests = [replace(REQUEST, terms=RequestTerms(str(number))) for number in range(8)]
+        streams = [asyncio.create_task(cluster.stream(request)) for request in requests]
+        while num_tries < len(streams):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        rejects.set()
+        await asyncio.gather(*streams)
+
+    cluster.now_s = 1.0
+    assert await cluster.stream() == [START, END]
+    assert (answers.num_calls, cluster.handle.num_calls) == (1, 8)
+
+
 async def test_only_one_request_waits_while_an_address_is_tried_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
