@@ -220,7 +220,7 @@ async def test_an_address_that_fails_is_tried_again_later_and_its_replica_stays(
 
 
 async def test_attempts_at_the_same_time_count_as_one_failure(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = Answers(START, END)
     await cluster.add(answers)
@@ -241,6 +241,7 @@ async def test_attempts_at_the_same_time_count_as_one_failure(
         rejects.set()
         await asyncio.gather(*streams)
 
+    assert len(caplog.records) == 1
     cluster.now_s = 1.0
     assert await cluster.stream() == [START, END]
     assert (answers.num_calls, cluster.handle.num_calls) == (1, 8)
