@@ -1,5 +1,6 @@
 """The configuration file as a whole: the address, and the models behind it."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -11,6 +12,7 @@ from pydantic import (
     NonNegativeFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -27,6 +29,8 @@ from cluster.config.retries import RetryConfig
 from cluster.config.routing import RoutingSettings
 from cluster.config.tls import TlsConfig
 from cluster.config.tracing import TracingConfig
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class ClusterConfig(BaseModel):
@@ -104,6 +108,12 @@ class ClusterConfig(BaseModel):
     cors: CorsConfig = Field(
         CorsConfig(), description="Web pages of other origins that may call the server."
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="Names that requests may have in the header `Host`, besides `localhost` and "
+        "loopback addresses. Only checked if `host` is a loopback address; needed behind a reverse "
+        "proxy on the same machine that passes its own name on.",
+    )
     limits: LimitsConfig = Field(LimitsConfig(), description="Limits on every request.")
     logging: LoggingConfig = Field(LoggingConfig(), description="Content and place of the logs.")
     retries: RetryConfig = Field(
@@ -115,6 +125,14 @@ class ClusterConfig(BaseModel):
     tracing: TracingConfig = Field(
         TracingConfig(), description="OpenTelemetry traces of requests; off by default."
     )
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not _HOST_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a host; leave out scheme, port and path")
+        return tuple(name.lower() for name in names)
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

@@ -42,6 +42,8 @@ from prometheus_client.mmap_dict import MmapedDict as UntypedMmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from cluster.config.keys import is_loopback
+from cluster.local_names import names_this_machine
 from cluster.metrics import catalogue
 from cluster.metrics.catalogue import Kind
 from cluster.private_files import own_folder
@@ -349,8 +351,12 @@ def serve_page(page: NodePage, host: str, port: int) -> WSGIServer:
     registry = CollectorRegistry()
     registry.register(page)
     answer = make_wsgi_app(registry)
+    checks_host = is_loopback(host)
 
     def application(environ: dict[str, Any], start_response: Any) -> Any:
+        if checks_host and not names_this_machine(environ.get("HTTP_HOST", "localhost")):
+            start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
+            return [b"This server answers only to loopback names and addresses.\n"]
         # In OpenMetrics, which Prometheus prefers, the client writes `vllm_...` for `vllm:...`.
         return answer({**environ, "HTTP_ACCEPT": "text/plain"}, start_response)
 

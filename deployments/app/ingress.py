@@ -27,6 +27,7 @@ from deployments.gateway.cors import Cors
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics, watch_lag
 from deployments.gateway.health import LIVE_PATH
+from deployments.gateway.host_check import HostCheck
 from deployments.gateway.settings import GatewaySettings, in_place_settings
 from deployments.relay.direct_calls import DirectCalls
 from deployments.relay.relay import send_error, send_whole
@@ -34,7 +35,13 @@ from deployments.relay.replica_calls import HandleCalls
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import close_tracing
 from deployments.wire.answer import AnswerStart
-from deployments.wire.errors import JSON_TYPE, DrainingError, ErrorAnswer, answer_for
+from deployments.wire.errors import (
+    JSON_TYPE,
+    DrainingError,
+    ErrorAnswer,
+    MisdirectedError,
+    answer_for,
+)
 from deployments.wire.routes import form_of
 
 logger = logging.getLogger(__name__)
@@ -109,13 +116,16 @@ class GatewayIngress:
         self._door = FrontDoor(self._gateway, partial(metrics.rejected, DrainingError.reason))
         # Outside the door, so that a page can read why a draining server refuses its request.
         self._cors = Cors(self._door, settings.cors)
+        # First of all: a page of another name must learn nothing of this server.
+        refused = partial(metrics.rejected, MisdirectedError.reason)
+        self._host_check = HostCheck(self._cors, settings.allowed_hosts, refused)
         self._flush_timer: FlushTimer | None = None
         self._lag_watch: asyncio.Task[None] | None = None
         self._group: GroupMember | None = None
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        SHORTCUT.open(self._cors)
-        return self._cors
+        SHORTCUT.open(self._host_check)
+        return self._host_check
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply new settings; running requests keep the old ones.
@@ -157,6 +167,7 @@ class GatewayIngress:
             before.deployments,
         ):
             calls = [self._replicas[name] for name in settings.deployments]
+            self._host_check.names = settings.gateway.allowed_hosts
             self._cors.configure(settings.gateway.cors)
             await self._gateway.reconfigure(settings.gateway, calls)
         await self._join_or_leave(settings.gateway)

@@ -16,7 +16,7 @@ from pydantic import (
 from cluster.config import ClusterConfig, ConfigError, problems_of
 from cluster.config.cors import CorsConfig
 from cluster.config.key_store import KeyStoreConfig
-from cluster.config.keys import KeyConfig, check_keys
+from cluster.config.keys import KeyConfig, check_keys, is_loopback
 from cluster.config.limits import LimitsConfig
 from cluster.config.logging import LoggingConfig
 from cluster.config.model import ModelConfig
@@ -72,6 +72,8 @@ class GatewaySettings(BaseModel):
     # None: usage is not stored, and keys cannot be created at run time.
     key_store: KeyStoreConfig | None = None
     cors: CorsConfig = CorsConfig()
+    # Names in `Host` besides loopback ones; None: any.
+    allowed_hosts: tuple[str, ...] | None = None
     limits: LimitsConfig = LimitsConfig()
     logging: LoggingConfig = LoggingConfig()
     retries: RetryConfig = RetryConfig()
@@ -109,6 +111,7 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
         if config.asks_for_keys
         else None,
         cors=config.cors,
+        allowed_hosts=config.allowed_hosts if is_loopback(config.host) else None,
         limits=config.limits,
         logging=config.logging,
         retries=config.retries,

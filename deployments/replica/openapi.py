@@ -73,6 +73,7 @@ _ERRORS = {
     "409": "The request contradicts what exists.",
     "413": "The body is too large.",
     "415": "The coding of the body is not supported.",
+    "421": "The request is for another host.",
     "422": "The request is well formed but cannot be served.",
     "429": "A limit of the API key is reached.",
     "501": "The model does not support this.",

@@ -12,6 +12,7 @@
         BodyTimeoutError             408 request_timeout
         BodyTooLargeError            413 request_too_large
         UnsupportedCodingError       415 unsupported_content_encoding
+        MisdirectedError             421 host_not_allowed
         PromptTooLongError           400 context_length_exceeded
         RateLimitError               429 rate_limit_exceeded
           BudgetError                429 tokens_per_day_exceeded, and so on
@@ -180,6 +181,22 @@ class UnsupportedCodingError(RequestError):
             f"`Content-Encoding: {coding}` is not supported; send one of {', '.join(CODINGS)}, or "
             "a body without a coding.",
             param="content-encoding",
+        )
+
+
+class MisdirectedError(RequestError):
+    """The header `Host` names another machine, and this server listens on loopback only."""
+
+    status = 421
+    code = "host_not_allowed"
+    reason = "forbidden"
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"`Host: {host}` is no name of this machine: this server listens on a loopback address "
+            "and answers `localhost`, loopback addresses and the names of `allowed_hosts` in its "
+            "configuration.",
+            param="host",
         )
 
 

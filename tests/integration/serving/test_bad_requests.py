@@ -1,10 +1,12 @@
 """Invalid requests get the right status and an OpenAI error body."""
 
+import gzip
 import json
 from typing import Any
 from unittest.mock import ANY
 
 import httpx
+import openai
 import pytest
 
 from tests.integration.serving.apar_process import Server
@@ -162,6 +164,42 @@ def test_other_routes_are_refused(server: Server, method: str, path: str, status
 
     assert answer.status_code == status
     error_of(answer)
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/")])
+def test_requests_for_another_host_are_refused(server: Server, method: str, path: str) -> None:
+    headers = {"host": "evil.example"}
+
+    answer = server.request(method, path, headers=headers, json=HI if method == "POST" else None)
+
+    assert answer.status_code == 421
+    assert answer.headers["x-request-id"]
+    assert error_of(answer)["code"] == "host_not_allowed"
+
+
+def test_compressed_bodies_are_read_and_unknown_codings_refused(server: Server) -> None:
+    body = gzip.compress(json.dumps(HI | {"max_tokens": 1}).encode())
+
+    codings = ("gzip", "br")
+    answers = [server.post(CHAT, content=body, headers={"content-encoding": c}) for c in codings]
+
+    assert [answer.status_code for answer in answers] == [200, 415]
+    assert error_of(answers[1])["param"] == "content-encoding"
+
+
+def test_a_model_is_found_by_its_name(server: Server) -> None:
+    client = server.openai()
+
+    assert client.models.retrieve("apar-tiny") in client.models.list().data
+    with pytest.raises(openai.NotFoundError, match="`nope` does not exist"):
+        client.models.retrieve("nope")
+
+
+def test_head_is_answered_without_a_body(server: Server) -> None:
+    answer = server.request("HEAD", "/v1/models")
+
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert int(answer.headers["content-length"]) > 2
 
 
 def control_ids(server: Server) -> list[int]:

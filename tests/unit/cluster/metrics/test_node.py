@@ -284,6 +284,18 @@ def test_idle_connections_take_few_threads_and_keep_no_reader_out(node: Node) ->
     assert text.startswith("# HELP apar_build_info")
 
 
+def test_the_page_on_loopback_is_not_for_other_hosts(node: Node) -> None:
+    server = serve_page(node.page, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{server.server_port}/metrics"
+
+    hosts = ("evil.example", f"localhost:{server.server_port}")
+    statuses = [httpx.get(address, headers={"host": host}).status_code for host in hosts]
+
+    server.shutdown()
+    server.server_close()
+    assert statuses == [421, 200]
+
+
 def test_a_taken_port_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
