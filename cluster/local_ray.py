@@ -31,6 +31,8 @@ from cluster.private_files import own_folder, replace_file
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "apar"
+LOOPBACK = "127.0.0.1"
+"""Address of everything on a private cluster except HAProxy's port for clients."""
 
 APPLICATION_FLAGS = {
     # Removes headers that let a client change Ray Serve's timeout and disconnect handling.
@@ -86,7 +88,7 @@ source=${APAR_HAPROXY_MAX_PER_SOURCE:-{max_per_source}}
 if [ -n "$config" ] && ! grep -q '^    # Corrected\\.$' "$config"; then
     sed -i \\
     -e '/^frontend http_frontend/,/^backend /!s/^\\( *bind \\)[*]*:/\\1127.0.0.1:/' \\
-    -e '/^global/,/^defaults/s/^\\( *maxconn \\)[0-9]*$/\\1'$((open + {reserved}))'/' \\
+    {bind}-e '/^global/,/^defaults/s/^\\( *maxconn \\)[0-9]*$/\\1'$((open + {reserved}))'/' \\
     -e '/^global/,/^defaults/s/^ *maxconn .*/&\\n    tune.http.maxhdr {max_headers}/' \\
     -e 's/^\\( *stats socket .*\\) mode 666 /\\1 mode 600 /' \\
     -e '/^ *option splice-request$/d' \\
@@ -112,6 +114,8 @@ if [ -n "$config" ] && [ -z "$check" ] && [ -n "$APAR_HAPROXY_STANDBY" ]; then
 fi
 exec {binary} "$@"
 """
+# In place of Ray Serve's own address.
+_BIND = "-e '/^frontend http_frontend/,/^backend /s#^\\( *bind \\)[^ ]*:#\\1{host}:#' \\\n    "
 # Appended to the address that the frontend listens on.
 _TLS = (
     "-e '/^frontend http_frontend/,/^backend /s#^\\( *bind [^ ]*\\) *$#\\1 ssl crt {pem} "
@@ -352,12 +356,14 @@ def write_haproxy_wrapper(
     path: Path,
     pem: bytes | None = None,
     *,
+    host: str | None = None,
     body_timeout_s: float = BODY_TIMEOUT_S,
     connections: ConnectionsConfig = _CONNECTIONS,
 ) -> None:
     """Write the script that Ray runs as HAProxy, and its error pages beside it.
 
-    With `pem`, a certificate and its key, the frontend speaks HTTPS. `body_timeout_s` is for bodies
+    With `pem`, a certificate and its key, the frontend speaks HTTPS. With `host`, it listens there
+    instead of on Ray Serve's address. `body_timeout_s` is for bodies
     that fit into HAProxy's buffer.
     """
     # Imported late: on import it reads the environment variable that names this file.
@@ -413,6 +419,7 @@ def write_haproxy_wrapper(
         "keep_body": _KEEP_BODY.format(
             body_ms=max(1, round(1000 * min(body_timeout_s, _LONGEST_BODY_S)))
         ),
+        "bind": "" if host is None else _BIND.replace("{host}", _bindable(host)),
         "tls": tls,
     }
     wrapper = _HAPROXY_WRAPPER
@@ -421,6 +428,10 @@ def write_haproxy_wrapper(
         wrapper = wrapper.replace(f"{{{name}}}", value)
     # For everybody: in an image it is written by root and run by another user.
     replace_file(path, wrapper.encode(), mode=0o755)
+
+
+def _bindable(host: str) -> str:
+    return "*" if host in ("0.0.0.0", "::") else host
 
 
 def _write_error_page(path: Path, start: tuple[str, ...], error: dict[str, Any]) -> None:
@@ -595,6 +606,7 @@ def _forget_token() -> None:
 def local_ray(
     *,
     num_cpus: int,
+    host: str = LOOPBACK,
     metrics: MetricsConfig = _NO_METRICS,
     tls: TlsConfig = _NO_TLS,
     body_timeout_s: float = BODY_TIMEOUT_S,
@@ -602,7 +614,7 @@ def local_ray(
 ) -> Iterator[int | None]:
     """Run a Ray cluster on loopback, without a dashboard; yields the port of its metrics.
 
-    HAProxy waits for small bodies for at most `body_timeout_s`.
+    HAProxy listens on `host` and waits for small bodies for at most `body_timeout_s`.
 
     Raises ConfigError if the metrics port is taken, and StartError if Ray does not start, for
     example because another server has taken a port meanwhile. A StartError in the block gets the
@@ -626,6 +638,7 @@ def local_ray(
         write_haproxy_wrapper(
             folder / "haproxy",
             tls.read_pem(),
+            host=host,
             body_timeout_s=body_timeout_s,
             connections=connections,
         )

@@ -272,6 +272,7 @@ def _cluster(settings: ClusterConfig) -> Iterator[int | None]:
         num_cpus = max(os.cpu_count() or 1, settings.num_replicas)
         with local_ray(
             num_cpus=num_cpus,
+            host=settings.host,
             metrics=settings.metrics,
             tls=settings.tls,
             body_timeout_s=settings.limits.body_timeout_s,

@@ -21,6 +21,7 @@ from ray.serve.schema import LoggingConfig
 from apar_core.errors import CheckpointError
 from cluster.config import ClusterConfig, ConfigError, SecretError, StartError
 from cluster.config.model import ModelConfig
+from cluster.local_ray import LOOPBACK
 from deployments.app.application import Surroundings, build_application
 from deployments.app.gateway_group import end_shared_state
 from deployments.app.ingress import APPLICATION, GATEWAY
@@ -130,7 +131,7 @@ def running_service(config: ClusterConfig) -> Iterator[Service]:
     try:
         serve.start(
             proxy_location=ProxyLocation.HeadOnly,
-            http_options=HTTPOptions(host=config.host, port=config.port),
+            http_options=HTTPOptions(host=_bound_host(config), port=config.port),
             logging_config=_QUIET,
         )
     except RayError as error:
@@ -143,6 +144,15 @@ def running_service(config: ClusterConfig) -> Iterator[Service]:
         yield service
     finally:
         service.end()
+
+
+def _bound_host(config: ClusterConfig) -> str:
+    """Return the address of Ray Serve's own ports, and of HAProxy unless `local_ray` moves it.
+
+    They answer plain HTTP, without the limits of HAProxy: on a private cluster, only HAProxy, which
+    is on the same machine, may reach them.
+    """
+    return LOOPBACK if config.ray_address is None else config.host
 
 
 @contextmanager

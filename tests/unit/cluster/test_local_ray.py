@@ -117,6 +117,30 @@ def test_only_the_servers_address_may_be_public(tmp_path: Path) -> None:
     assert binds == ["bind 127.0.0.1:9101", "bind *:8000", "bind 127.0.0.1:8404"]
 
 
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [("0.0.0.0", "*"), ("::", "*"), ("::1", "::1"), ("10.0.0.1", "10.0.0.1"), (None, "127.0.0.1")],
+)
+def test_only_haproxy_listens_on_the_configured_host(
+    tmp_path: Path, host: str | None, bound: str
+) -> None:
+    config, wrapper = tmp_path / "c.cfg", tmp_path / "haproxy"
+    config.write_text(
+        "frontend prometheus\n    bind :9101\nfrontend http_frontend\n    bind 127.0.0.1:8000\n"
+        "    default_backend default_backend\nbackend default_backend\n"
+        "    server one 127.0.0.1:8001\nlisten stats\n  bind *:8404\n"
+    )
+    write_haproxy_wrapper(wrapper, b"a certificate", host=host)
+
+    subprocess.run([str(wrapper), "-c", "-f", str(config)], capture_output=True, check=False)
+
+    lines = [line.strip() for line in config.read_text().splitlines()]
+    binds = [line for line in lines if line.startswith("bind")]
+    tls = f"ssl crt {tmp_path}/tls.pem alpn http/1.1 ssl-min-ver TLSv1.2"
+    assert binds == ["bind 127.0.0.1:9101", f"bind {bound}:8000 {tls}", "bind 127.0.0.1:8404"]
+    assert "server one 127.0.0.1:8001" in lines
+
+
 def answer_through_haproxy(folder: Path, backend: str) -> httpx.Response:
     """What a client of HAProxy gets with these lines in the backend."""
     config, wrapper, port = folder / "c.cfg", folder / "haproxy", free_port()
