@@ -91,11 +91,17 @@ class OfflineEngine:
         return self._engine.engine_core.engine_core.scheduler
 
     def chat_prompt(self, user: str, *, system: str | None = None) -> dict[str, Any]:
-        """Return a chat with one question, rendered by the checkpoint's chat template."""
+        """Return a chat with one question, rendered by the engine argument `chat_template`.
+
+        Without it, by the checkpoint's own template.
+        """
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": user})
         text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            messages,
+            chat_template=self.llm.chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
         )
         # The template writes the first token, which vLLM would add to a text again.
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from apar_core.errors import CheckpointError
+from apar_core.file_modes import share_weights
 from apar_core.formats.config_file import CONFIG_FILE, read_settings
 
 WEIGHTS_FILE = "model.safetensors"
@@ -81,6 +82,7 @@ def write_prompt_file(
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    share_weights(folder / CONFIG_FILE)
 
 
 def read_prompt_file(folder: str | Path) -> tuple[PromptTokenSettings, Tensor]:

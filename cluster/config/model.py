@@ -71,6 +71,11 @@ class Preset:
     is_embedded: bool = False
 
 
+# The released checkpoints are fine-tuned Vicuna models. Checkpoints of that time have no template.
+_VICUNA = {
+    "max_model_len": 2048,
+    "chat_template": str(_MODELS.parent / "offline" / "training" / "vicuna_template.jinja"),
+}
 PRESETS = {
     # Compiling would take longer than most trials with this model.
     "apar-tiny": Preset(
@@ -85,8 +90,8 @@ PRESETS = {
         engine={"enforce_eager": True},
         is_embedded=True,
     ),
-    "apar-7b": Preset(path="THUDM/apar-7b", max_concurrency=350, engine={"max_model_len": 2048}),
-    "apar-13b": Preset(path="THUDM/apar-13b", max_concurrency=180, engine={"max_model_len": 2048}),
+    "apar-7b": Preset(path="THUDM/apar-7b", max_concurrency=350, engine=_VICUNA),
+    "apar-13b": Preset(path="THUDM/apar-13b", max_concurrency=180, engine=_VICUNA),
 }
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from apar_core.errors import CheckpointError
+from apar_core.file_modes import share_weights
 from apar_core.formats.config_file import CONFIG_FILE, read_settings
 
 WEIGHTS_FILE = "model.safetensors"
@@ -109,6 +110,7 @@ def save_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    share_weights(folder / CONFIG_FILE)
 
 
 def load_medusa_heads(folder: str | Path) -> MedusaHeads:

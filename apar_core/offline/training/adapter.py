@@ -19,6 +19,8 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from apar_core.file_modes import share_weights
+
 ADAPTER = "adapter"
 """Folder of the adapter inside the folder of its base model."""
 _ADAPTER_NAME = "default"
@@ -57,6 +59,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     config.save_pretrained(str(folder))
     whole = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    share_weights(folder / "adapter_config.json")
 
 
 def row_factors(layer: TrainableTokensLayer, name: str) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.integrations.fsdp import is_fsdp_enabled
 
 from apar_core.errors import TrainingError
+from apar_core.file_modes import share_weights
 from apar_core.formats.control_tokens import (
     SPELLINGS,
     ControlTokens,
@@ -258,6 +259,7 @@ def save_pretrained(
     config = json.loads(path.read_text())
     config["dtype"] = "bfloat16"
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    share_weights(path)
 
 
 def _line(error: Exception) -> str:

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from apar_core.file_modes import share_weights
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import (
     BROAD_WEIGHTS,
@@ -229,6 +230,7 @@ def save_checkpoint(
     model.config.use_cache = True
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    share_weights(folder / "config.json")
 
 
 @dataclass

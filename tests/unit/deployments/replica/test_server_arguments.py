@@ -7,9 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from jinja2 import Template
+from vllm.renderers.chat_utils import load_chat_template
 
 from apar_core.errors import CheckpointError
 from apar_core.vllm_names import build_app
+from cluster.config.model import ModelConfig
 from deployments.replica.apar_extension import Parsers
 from deployments.replica.engine_factory import (
     parsers_of,
@@ -115,3 +118,17 @@ async def test_a_body_that_vllms_checks_fail_on_is_the_clients_error() -> None:
     for answer in answers:
         assert answer.status_code == 400
         assert "cannot be read" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("checkpoint", ["apar-7b", "apar-13b"])
+def test_the_released_checkpoints_have_vicuna_s_chat_template(checkpoint: str) -> None:
+    arguments = server_arguments(
+        checkpoint, checkpoint, ModelConfig(checkpoint=checkpoint).preset.engine
+    )
+
+    template = load_chat_template(arguments.chat_template)
+    text = Template(template or "").render(
+        messages=[{"role": "user", "content": "Hi"}], add_generation_prompt=True, bos_token="<s>"
+    )
+    assert text.startswith("<s> A chat between a curious user")
+    assert text.endswith("USER: Hi ASSISTANT:")

@@ -52,6 +52,8 @@ def test_loaded_heads_equal_saved_ones(
     loaded = load_medusa_heads(tmp_path / "new" / "folder")
 
     assert loaded.settings == heads.settings
+    modes = {file.stat().st_mode for file in (tmp_path / "new" / "folder").iterdir()}
+    assert len(modes) == 1
     assert not loaded.training
     expected = heads.state_dict()
     assert loaded.state_dict().keys() == expected.keys()

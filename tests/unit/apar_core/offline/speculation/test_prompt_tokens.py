@@ -47,6 +47,8 @@ def test_loaded_prompt_tokens_equal_saved_ones(
         torch.nn.init.normal_(prompts.weights)
 
     save_prompt_tokens(prompts, tmp_path / "new" / "folder")
+    modes = {file.stat().st_mode for file in (tmp_path / "new" / "folder").iterdir()}
+    assert len(modes) == 1
     loaded = load_prompt_tokens(tmp_path / "new" / "folder")
 
     assert loaded.settings == prompts.settings

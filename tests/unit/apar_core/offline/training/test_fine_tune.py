@@ -123,6 +123,7 @@ def test_the_checkpoint_can_be_served(
     assert result.num_validation == 4
     assert result.validation_loss is not None
     assert list((at.out / "checkpoints" / "runs").rglob("events.*"))
+    assert len({file.stat().st_mode for file in at.out.iterdir() if file.is_file()}) == 1
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
