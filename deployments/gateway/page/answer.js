@@ -1,5 +1,9 @@
 /**
- * What one request wrote, at any moment: its chunks with their times of arrival.
+ * What one request wrote, at any moment: its chunks with their times.
+ *
+ * Thread tags carry the replica's time (`apar.time_ms`), so a browser that reads several chunks at
+ * once does not change the times. The browser's clock gives the time of the first chunk only. Chunks
+ * without tags have their times of arrival.
  *
  * A chunk's text was generated since the chunk before it, so it appears over that time, for at most
  * `SMOOTH_S`. A view that lags by `SMOOTH_S` therefore grows evenly while chunks arrive. Each thread
@@ -45,9 +49,18 @@ export class Answer {
       updates = [{ id: ROOT, text, tokens: 0, state: choice.finish_reason ? "ended" : "writing" }];
     }
     if (!text && !updates.length) return;
-    const at = this.now;
+    const at = this.#timeOf(chunk);
     const from = Math.max(this.chunks.at(-1)?.at ?? 0, at - SMOOTH_S);
     this.chunks.push({ from, at, text, updates: this.#timed(updates, from, at) });
+  }
+
+  /** Return when a chunk was sent (seconds), never before an earlier chunk. */
+  #timeOf(chunk) {
+    const last = this.chunks.at(-1)?.at ?? 0;
+    if (chunk.apar?.time_ms === undefined) return Math.max(last, this.now);
+    const sent = chunk.apar.time_ms / 1000;
+    this.#replicaBegan ??= Math.max(0, this.now - sent);
+    return Math.max(last, this.#replicaBegan + sent);
   }
 
   /** Return the updates of a chunk with the time in which each thread wrote. */
@@ -70,7 +83,7 @@ export class Answer {
 
   /** End the answer: complete, or with an error. */
   end(error = null) {
-    this.endedAt = this.now;
+    this.endedAt = Math.max(this.now, this.chunks.at(-1)?.at ?? 0);
     this.finished = error === null;
     this.error = error;
   }
@@ -112,6 +125,7 @@ export class Answer {
     return { text, threads: named(threads), time, stopped };
   }
 
+  #replicaBegan = null; // when a replica got the request (seconds)
   #index;
   #text;
   #threads;

@@ -12,6 +12,7 @@ from apar_core.offline.evaluation.replay_text import load_text
 from tests.fakes.tools import needs
 from tests.integration.serving.apar_process import HAPROXY, TOKEN, Server
 from tests.integration.serving.browser import (
+    API,
     WebPage,
     chromium,
     growing_at_once,
@@ -221,6 +222,50 @@ def test_the_replay_shows_an_earlier_moment(page: WebPage) -> None:
     assert lengths == sorted(lengths)
     assert any(0 < length < whole for length in lengths)
     assert whole == sum(map(len, page.cards()))
+
+
+def test_the_timeline_shows_the_server_s_times(page: WebPage) -> None:
+    def update(name: str, state: str, tokens: int, **fields: object) -> dict[str, object]:
+        return {
+            "choice": 0,
+            "id": name,
+            "text": "x" * tokens,
+            "tokens": tokens,
+            "state": state,
+        } | fields
+
+    child = {"parent": "root", "position": 5}
+    chunks = [
+        (100, [update("root", "writing", 5)]),
+        (600, [update("root", "waiting", 5), update("root.0", "writing", 5, **child)]),
+        (1600, [update("root.0", "ended", 5)]),
+        (1900, [update("root", "ended", 5)]),
+    ]
+    events = [
+        {
+            "choices": [{"index": 0, "delta": {"content": "x"}}],
+            "apar": {"time_ms": at, "updates": updates},
+        }
+        for at, updates in chunks
+    ]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    # All chunks arrive at once, as in a browser that was busy.
+    page.page.route(
+        API, lambda route: route.fulfill(body=body, headers={"content-type": "text/event-stream"})
+    )
+    page.open()
+
+    page.ask("Hi")
+    page.wait()
+
+    bars = page.page.locator(".row").first.locator(".bar")
+    states = [bars.nth(i).get_attribute("data-state") for i in range(bars.count())]
+    assert states == ["writing", "waiting", "writing"]
+    page.page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    cells = page.page.locator("#table tr").nth(1).locator("td").all_inner_texts()
+    begin, end = (float(cell.removesuffix(" s")) for cell in cells[:2])
+    # Between two chunks, times are interpolated over at most 0.08 s.
+    assert 0.99 <= end - begin <= 1.09
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
