@@ -18,7 +18,7 @@ from pydantic import (
 
 from cluster.config.connections import ConnectionsConfig
 from cluster.config.cors import CorsConfig
-from cluster.config.files import ConfigError, problems_of, read_yaml
+from cluster.config.files import ConfigError, check_plain_values, problems_of, read_yaml
 from cluster.config.key_store import KeyStoreConfig
 from cluster.config.keys import KeyConfig, check_keys, is_loopback, load_keys
 from cluster.config.limits import LimitsConfig
@@ -274,7 +274,11 @@ def load_config(
     if given and isinstance(models, list) and isinstance(models[0], dict):
         values["models"] = [models[0] | given]
     try:
-        return ClusterConfig.model_validate(values)
+        config = ClusterConfig.model_validate(values)
+        check_plain_values(values, config)
     except ValidationError as error:
-        problems = problems_of(error)
+        problems = problems_of(error, ClusterConfig)
         raise ConfigError(f"{path}: {problems}" if path is not None else problems) from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}" if path is not None else str(error)) from error
+    return config

@@ -1,12 +1,16 @@
 """Reads YAML files, and words the errors in them without showing secrets."""
 
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from apar_core.errors import AparError
+from apar_core.yaml_files import load_yaml
 
 _MODELS = ("models",)
 # Fields in which somebody may have written a secret by mistake.
@@ -33,36 +37,55 @@ class StartError(AparError):
     """The application did not start."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, but duplicate keys are errors."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-        return node
-
-
 def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file. Raises ConfigError if it cannot be read."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        return load_yaml(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def problems_of(error: ValidationError) -> str:
-    """Return all problems of a file, each with its field."""
+def check_plain_values(given: Any, read: Any, place: str = "") -> None:
+    """Compare the values of a file with the settings made of them.
+
+    Raises ConfigError for a boolean where a number is expected, which pydantic takes as 0 or 1, and
+    for a variable such as `${MODEL}` that nobody has replaced.
+    """
+    if isinstance(given, bool) and isinstance(read, int | float) and not isinstance(read, bool):
+        raise ConfigError(f"{place}: a number is expected (got {str(given).lower()})")
+    if isinstance(given, str) and (variable := _VARIABLE.search(given)):
+        raise ConfigError(
+            f"{place}: {variable[0]} is not replaced: variables are not expanded in this file; "
+            "write the value, or expand it before (envsubst)"
+        )
+    for key, value in _items(given):
+        part = getattr(read, str(key), None) if isinstance(read, BaseModel) else None
+        if isinstance(read, dict):
+            part = read.get(key)
+        elif isinstance(read, list | tuple) and isinstance(key, int) and key < len(read):
+            part = read[key]
+        check_plain_values(value, part, f"{place}.{key}" if place else str(key))
+
+
+_VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list):
+        yield from enumerate(value)
+
+
+def problems_of(error: ValidationError, kind: type[BaseModel] | None = None) -> str:
+    """Return all problems of a file, each with its field.
+
+    With the validated model, an unknown key gets the nearest known one as a suggestion.
+    """
     return "; ".join(
-        _problem(problem)
+        _problem(problem) + _suggestion(problem, kind)
         for problem in error.errors()
         # A list whose only items are invalid is not also too short.
         if not (problem["type"] == "too_short" and problem["input"] and problem["loc"] == _MODELS)
@@ -76,6 +99,25 @@ def _problem(problem: Any) -> str:
         return str(message)
     shown = f" (got {problem['input']!r})" if _may_be_shown(problem) else ""
     return f"{place}: {message}{shown}"
+
+
+def _suggestion(problem: Any, kind: type[BaseModel] | None) -> str:
+    if problem["type"] != "extra_forbidden":
+        return ""
+    *sections, key = problem["loc"]
+    for section in sections:
+        if kind is not None and not isinstance(section, int):
+            field = kind.model_fields.get(section)
+            kind = None if field is None else _model_in(field.annotation)
+    near = get_close_matches(str(key), kind.model_fields if kind else (), n=1)
+    return f"; did you mean `{near[0]}`?" if near else ""
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model of a field, also of an optional one or of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for each in get_args(annotation) if (found := _model_in(each))), None)
 
 
 def _may_be_shown(problem: Any) -> bool:

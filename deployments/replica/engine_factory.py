@@ -3,7 +3,7 @@
 import functools
 import json
 import logging
-from argparse import Namespace
+from argparse import Action, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -55,7 +55,9 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
 
     Raises CheckpointError for an engine argument that vLLM does not have, or a wrong value.
     """
-    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args: Namespace = parser.parse_args([])
+    actions = {action.dest: action for action in parser._actions}
     values = {
         "model": model,
         "served_model_name": [served_name],
@@ -70,7 +72,13 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
             similar = get_close_matches(name, vars(args), n=1)
             hint = f"; did you mean {similar[0]!r}?" if similar else ""
             raise CheckpointError(f"vLLM has no engine argument {name!r}{hint}")
-        setattr(args, name, _parsed(name, value, default=getattr(args, name)))
+        checked = _scalar(name, value, actions.get(name))
+        setattr(args, name, _parsed(name, checked, default=getattr(args, name)))
+    if args.enable_prefix_caching is False and args.runner != "pooling":
+        raise CheckpointError(
+            "engine argument 'enable_prefix_caching': forks share their parent's KV blocks through "
+            "prefix caching: remove it, or set `runner: pooling` if the model generates no text"
+        )
     # Without it, vLLM refuses the default `tool_choice`.
     if args.tool_call_parser and "enable_auto_tool_choice" not in engine:
         args.enable_auto_tool_choice = True
@@ -87,6 +95,27 @@ def parsers_of(args: Namespace) -> Parsers:
     return Parsers(
         tools=bool(args.tool_call_parser), reasoning=bool(thoughts or args.reasoning_config)
     )
+
+
+def _scalar(name: str, value: Any, action: Action | None) -> Any:
+    """Return a plain value as vLLM's command line reads it (`2k` is 2000), others unchanged."""
+    if action is None or not isinstance(value, str | int | float):
+        return value
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise CheckpointError(f"engine argument {name!r}: {value!r} is not true or false")
+        return value
+    is_number = action.type in (int, float) or "human_readable" in str(action.type)
+    if (isinstance(value, bool) and not is_number) or not callable(action.type) or action.nargs:
+        return value
+    try:
+        read = action.type(str(value))
+    except (ArgumentTypeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"engine argument {name!r}: {value!r}: {error}") from error
+    if action.choices is not None and read not in action.choices:
+        choices = ", ".join(map(str, action.choices))
+        raise CheckpointError(f"engine argument {name!r}: {value!r} is none of {choices}")
+    return read
 
 
 def _parsed(name: str, value: Any, *, default: Any) -> Any:

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from apar_core.errors import TrainingError
+from apar_core.yaml_files import load_yaml
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -207,7 +208,7 @@ def load_recipe(name_or_file: str, kind: type[RecipeT]) -> RecipeT:
                 f"{', '.join(shipped_recipes())}"
             )
     try:
-        return kind.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return kind.model_validate(load_yaml(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise TrainingError(f"recipe {path} cannot be read: {error}") from error
     except ValidationError as error:

@@ -46,6 +46,23 @@ def test_check_takes_the_engine_arguments_of_vllm(file: Path) -> None:
         ("models: [{replica: 2}]", "models.0.replica"),
         ("models: [{checkpoint: ./gone}]", "checkpoint: no such folder: ./gone"),
         ("models: [{name: a, engine: {max_seqs: 4}}]", "a: vLLM has no engine argument 'max_seqs'"),
+        ("models: [{replica: 2}]", "did you mean `replicas`?"),
+        ("limits: {max_body_byte: 2}", "did you mean `max_body_bytes`?"),
+        ("models: [{engine: {max_num_seq: 4}}]", "did you mean 'max_num_seqs'?"),
+        ("port: off", "port: Input should be a valid integer"),
+        ("port: 80:00", "port: Input should be a valid integer"),
+        ("port: true", "port: a number is expected (got true)"),
+        ("models: [{replicas: true}]", "models.0.replicas: a number is expected (got true)"),
+        ("models: [{max_concurrency: 99999999999999999999}]", "99999999999999999999 is too large"),
+        ("models: [{checkpoint: '${MODEL}'}]", "models.0.checkpoint: ${MODEL} is not replaced"),
+        ("models: [{engine: {max_model_len: 2x}}]", "engine argument 'max_model_len': '2x'"),
+        ("models: [{engine: {max_num_seqs: 2k}}]", "engine argument 'max_num_seqs': '2k'"),
+        ("models: [{engine: {enforce_eager: off}}]", "'off' is not true or false"),
+        ("models: [{engine: {dtype: bloat16}}]", "'bloat16' is none of auto, bfloat16"),
+        (
+            "models: [{engine: {enable_prefix_caching: false}}]",
+            "engine argument 'enable_prefix_caching': forks share",
+        ),
     ],
 )
 def test_check_names_what_is_wrong(file: Path, text: str, named: str) -> None:
@@ -80,7 +97,9 @@ def test_show_fills_in_what_the_preset_gives(file: Path) -> None:
 
     shown = apar("config", "show", file).output
 
-    assert yaml.safe_load(shown)["models"][0]["engine"] == {"max_model_len": 2048, "seed": 1}
+    engine = yaml.safe_load(shown)["models"][0]["engine"]
+    assert engine.pop("chat_template").endswith("vicuna_template.jinja")
+    assert engine == {"max_model_len": 2048, "seed": 1}
 
 
 def test_show_prints_a_file_that_means_the_same(file: Path, tmp_path: Path) -> None:
