@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from apar_core.formats.pattern_check import check_pattern
 from apar_core.formats.sub_searches import search_result, sub_searches
 
 _FIELDS = ("number", "topic", "message", "node", "result")
@@ -40,7 +41,7 @@ class Outlines(_Facts):
         None,
         description="Regular expression with the group `number`, and perhaps `topic`: each match "
         "in what the parent has generated since its last join is a child. A repeated number counts "
-        "once.",
+        "once. Patterns that could take very long are refused.",
     )
     after: str | None = Field(
         None,
@@ -68,6 +69,7 @@ class Outlines(_Facts):
             raise ValueError(
                 "needs the group (?P<number>...), and no named group but it and `topic`"
             )
+        check_pattern(pattern)
         return pattern
 
     @model_validator(mode="after")
