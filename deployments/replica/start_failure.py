@@ -16,6 +16,13 @@ _ADVICE = re.compile(
     r"(?<=[.)\]]) "
     r"(?:Try |See |Decrease |Reduce |To |On the CPU|Check your|You can |Please |This could ).*"
 )
+# vLLM's exception when a process of the engine fails.
+_REFERS = "See root cause above"
+# The last line of a traceback, or of a crash.
+_PRINTED = re.compile(
+    r"^((?:\w+\.)*\w+(?:Error|Exception): .+|Fatal Python error: .+)", re.MULTILINE
+)
+_TAIL_BYTES = 2**16
 # vLLM's exception when a process of the engine ends without having reported an error.
 _KILLED = re.compile(r"Failed core proc\(s\): \{[^}]*: -(\d+)")
 _REMEDIES = (
@@ -79,15 +86,18 @@ def start_error(error: BaseException, engine_failure: str | None) -> StartError:
     `engine_failure` is the first error of its engine's processes, None if none has reported one:
     then `error` is the cause. The message also names this process's log file, if it has one.
     """
+    printed = None
     if isinstance(error, AparError):
         cause = str(error)
     else:
-        cause = engine_failure or _killed(error) or describe_error(error)
+        refers = _REFERS in str(error)
+        printed = last_printed(_file(2)) if refers and not engine_failure else None
+        cause = engine_failure or printed or _killed(error) or describe_error(error)
     if isinstance(error, AparError):
         lines = [_one_line(cause)]
     else:
         lines = [_ADVICE.sub("", _one_line(cause)), _remedy(error, cause)]
-    if log := _log_file():
+    if log := _file(2 if printed else 1):
         lines.append(f"Log: {log}")
     return StartError("\n".join(lines))
 
@@ -115,10 +125,23 @@ def _one_line(cause: str) -> str:
     return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} ..."
 
 
-def _log_file() -> str | None:
-    """Return the file that this process and its engine write their output to."""
+def last_printed(log: Path | None) -> str | None:
+    """Return the last error that Python has printed to a log file, None if there is none.
+
+    A process of the engine that cannot even import its modules reports nothing in another way.
+    """
+    if log is None:
+        return None
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        found = _PRINTED.findall(file.read().decode(errors="replace"))
+    return found[-1] if found else None
+
+
+def _file(descriptor: int) -> Path | None:
+    """Return the log file that this process and its engine write their output to."""
     try:
-        path = Path("/proc/self/fd/1").readlink()
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
     except OSError:
         return None
-    return str(path) if path.suffix in (".out", ".log") else None
+    return path if path.suffix in (".out", ".err", ".log") and path.is_file() else None

@@ -1,11 +1,13 @@
 """The reason of a replica that does not start: one line, and a remedy in this project's words."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from apar_core.errors import CheckpointError
 from deployments.app.service import last_error
-from deployments.replica.start_failure import start_error
+from deployments.replica.start_failure import last_printed, start_error
 
 # Messages of vLLM 0.32.
 TOO_SMALL = (
@@ -68,6 +70,18 @@ def test_an_invalid_argument_is_one_line_without_pydantics_additions() -> None:
     assert first.startswith("max_model_len: Input should be a valid integer")
     assert first.endswith(" (got '2k')")
     assert second == "Correct the model's `engine` settings."
+
+
+def test_a_process_that_cannot_import_is_read_from_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "worker.err"
+    log.write_text(
+        "Traceback (most recent call last):\n  ...\nValueError: older\nTraceback ...\n"
+        "    import gone\nModuleNotFoundError: No module named 'gone'\nother: text\n"
+    )
+
+    assert last_printed(log) == "ModuleNotFoundError: No module named 'gone'"
+    log.write_text("Triton is installed\n")
+    assert last_printed(log) is None
 
 
 def test_our_own_errors_keep_their_words() -> None:
