@@ -174,6 +174,8 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 # Folders with the logs of servers that did not start, and how many of them are kept.
 _KEPT = "apar-failed-"
 _NUM_KEPT = 5
+# Least space for Ray's files and logs.
+_NEEDED_BYTES = 32 * 2**20
 _CONTROL_SOCKET = "a.sock"
 _CONTROL_S = 5.0
 # Ray Serve echoes any request id; without one it generates a valid one.
@@ -576,6 +578,16 @@ def _private_environment(folder: Path) -> dict[str, str]:
     return settings
 
 
+def _check_space(folder: Path) -> None:
+    """Raise StartError if the disk is full: Ray would try to start its workers for minutes."""
+    free = shutil.disk_usage(folder).free
+    if free < _NEEDED_BYTES:
+        raise StartError(
+            f"{folder} has {free / 2**20:.0f} MiB free, and a server needs at least "
+            f"{_NEEDED_BYTES // 2**20} MiB there; free some disk space"
+        )
+
+
 def _with_kept_logs(message: str, folder: Path) -> str:
     """Keep the logs of a cluster that did not start, and name their new place in a message.
 
@@ -632,6 +644,7 @@ def local_ray(
     before = frozenset(child.pid for child in psutil.Process().children(recursive=True))
     # Python keeps what it finds first: the state of this server does not lie in the private folder.
     tempfile.gettempdir()
+    _check_space(Path("/tmp"))
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     adopt_orphans()
     try:

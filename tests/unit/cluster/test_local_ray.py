@@ -17,6 +17,7 @@ from http.client import HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import httpx
@@ -865,6 +866,16 @@ def test_the_logs_of_a_cluster_that_did_not_start_are_kept_and_named(
         with pytest.raises(StartError), local_ray(num_cpus=1):
             pass
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_full_disk_is_reported_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
+    full = SimpleNamespace(total=2**30, used=2**30, free=2**20)
+    monkeypatch.setattr("cluster.local_ray.shutil.disk_usage", lambda _: full)
+
+    with pytest.raises(StartError, match="/tmp has 1 MiB free"), local_ray(num_cpus=1):
+        pass
 
 
 def test_ray_serve_must_not_have_been_imported_with_other_settings(
