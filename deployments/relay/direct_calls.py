@@ -126,6 +126,15 @@ class DirectCalls:
         for address in list(self._idle):
             self._close_idle(address)
 
+    def _forget_gone(self) -> None:
+        """Close the idle connections to replicas that are gone, and forget their failures."""
+        router = ROUTERS.known(self.deployment)
+        if router is None:
+            return
+        for address in (self._idle.keys() | self._failures.keys()) - router.addresses:
+            self._close_idle(address)
+            self._failures.pop(address, None)
+
     def _close_idle(self, address: Address) -> None:
         for connection in self._idle.pop(address, []):
             connection.writer.close()
@@ -208,6 +217,7 @@ class DirectCalls:
 
     async def _connection(self, address: Address, before: _Failure | None) -> Connection | None:
         """Open a connection; None if that fails. `before` is the failure before this attempt."""
+        self._forget_gone()
         if before is not None:
             # One request tries again; others do not wait for it.
             before.until_s = self._clock() + before.pause_s
@@ -225,9 +235,6 @@ class DirectCalls:
         """Open no connection to an address for a while."""
         if self._failures.get(address) is not before:
             return  # Attempts at the same time count once.
-        if (router := ROUTERS.known(self.deployment)) is not None:
-            for gone in self._failures.keys() - router.addresses:
-                del self._failures[gone]
         pause_s = _FIRST_PAUSE_S if before is None else min(2 * before.pause_s, _MAX_PAUSE_S)
         self._failures[address] = _Failure(pause_s, self._clock() + pause_s)
         logger.warning(

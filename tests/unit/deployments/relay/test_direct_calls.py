@@ -130,6 +130,22 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     assert made.router.num_sent == 0
 
 
+async def test_connections_to_replicas_that_are_gone_are_closed(cluster: Cluster) -> None:
+    await cluster.add(Answers(START, END))
+    await cluster.stream()
+    await cluster.add(Answers(START, END))
+
+    del cluster.caps["r0"]
+    cluster.router.replicas_changed(cluster, dict(cluster.caps))
+    cluster.caps["r0"] = 0  # Names of later replicas stay unique.
+    await cluster.stream()
+
+    async with asyncio.timeout(30):
+        while cluster.listeners[0]._connections:  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0.001)
+    assert cluster.listeners[1]._connections
+
+
 async def test_a_stream_arrives_as_it_was_sent_over_one_connection(cluster: Cluster) -> None:
     await cluster.add(Answers(START, *PIECES, END))
 
