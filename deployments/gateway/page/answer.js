@@ -36,6 +36,11 @@ export class Answer {
     return (performance.now() - this.began) / 1000;
   }
 
+  /** The moment to draw while the answer is being written: chunks that arrive late still grow. */
+  get drawn() {
+    return this.now - SMOOTH_S - this.#lag;
+  }
+
   /** Take a chunk of the stream. */
   add(chunk) {
     const choice = chunk.choices?.[0];
@@ -60,7 +65,9 @@ export class Answer {
     if (chunk.apar?.time_ms === undefined) return Math.max(last, this.now);
     const sent = chunk.apar.time_ms / 1000;
     this.#replicaBegan ??= Math.max(0, this.now - sent);
-    return Math.max(last, this.#replicaBegan + sent);
+    const at = Math.max(last, this.#replicaBegan + sent);
+    this.#lag = Math.max(this.#lag, this.now - at);
+    return at;
   }
 
   /** Return the updates of a chunk with the time in which each thread wrote. */
@@ -126,6 +133,7 @@ export class Answer {
   }
 
   #replicaBegan = null; // when a replica got the request (seconds)
+  #lag = 0; // longest time from sending to arrival, beyond that of the first chunk (seconds)
   #index;
   #text;
   #threads;

@@ -1,6 +1,6 @@
 /** The page's controls: what is asked, with which key, and which moment of the answers is shown. */
 
-import { Answer, SMOOTH_S } from "./answer.js";
+import { Answer } from "./answer.js";
 import { ApiError, described, listModels, stream } from "./api.js";
 import { AnswerView, Timeline, verdict } from "./view.js";
 
@@ -47,7 +47,7 @@ function tick(now) {
     draw(time, time < until());
     if (time >= until()) pause();
   } else if (views.some(({ answer }) => answer.endedAt === null)) {
-    draw(views[0].answer.now - SMOOTH_S, true);
+    draw(Math.min(...views.map(({ answer }) => answer.drawn)), true);
   } else {
     return;
   }
