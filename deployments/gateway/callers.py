@@ -311,9 +311,11 @@ class KeyRing:
         """Take the run-time keys if they have changed; looks at most once in `STORE_AGE_S`."""
         if self._clock() - self._asked_store_s < STORE_AGE_S:
             return
-        # While another request asks, what is known is at most that answer's delay older.
-        if self._asking.locked() and self._stored_version is not None:
-            return
+        if self._asking.locked():
+            # While another request asks, what was just read will do, or what a failing store left.
+            age_s = self._clock() - self._stored_read_s
+            if age_s < (self._max_age_s if self._store_fails else 2 * STORE_AGE_S):
+                return
         async with self._asking:
             if self._clock() - self._asked_store_s >= STORE_AGE_S:
                 await self.refresh()

@@ -231,6 +231,32 @@ async def test_a_run_time_key_is_refused_when_the_store_has_failed_for_too_long(
     await store.close()
 
 
+@pytest.mark.parametrize(("is_revoked", "found"), [(False, ["bob"] * 3), (True, [None] * 3)])
+@pytest.mark.parametrize("idle_s", [10.0, 1000.0])
+async def test_after_a_quiet_time_all_requests_wait_for_the_store(
+    tmp_path: Path, idle_s: float, is_revoked: bool, found: list[str | None]
+) -> None:
+    clock, store = Clock(), SqliteStore(tmp_path / "keys.db")
+    key = KeyConfig(name="bob", hash=hash_of("bobs"))
+    await store.create(StoredKey(id="1", created_at=datetime.now(UTC), created_by="alice", key=key))
+    ring = KeyRing([ALICE], clock=clock, store=store, max_age_s=300.0)
+    await ring.find(bearer("bobs"))
+
+    async def name_of_key() -> str | None:
+        try:
+            known = await ring.find(bearer("bobs"))
+        except UnknownKeyError:
+            return None
+        return None if known is None else known.name
+
+    clock.now_s += idle_s
+    if is_revoked:
+        await store.revoke(["1"])  # By another gateway.
+
+    assert await asyncio.gather(*(name_of_key() for _ in range(3))) == found
+    await store.close()
+
+
 async def test_a_key_is_not_called_unknown_while_the_store_was_never_read(tmp_path: Path) -> None:
     store = BreakableStore(tmp_path / "keys.db")
     store.is_broken = True
