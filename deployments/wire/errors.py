@@ -512,7 +512,9 @@ def plain_message(message: str, param: str | None) -> str:
     if _PYDANTIC_HEAD.fullmatch(head):
         message = _problems(rest) or message
     message = _OPTION.sub(lambda match: f"`engine.{match[1].replace('-', '_')}`", message)
-    message = _FIELD_AND_VALUE.sub("", message)
+    if message.endswith(")"):
+        # Searched only then: a message may quote a client's text, and the search must be linear.
+        message = _FIELD_AND_VALUE.sub("", message)
     return message if param is None or param in message else f"`{param}`: {message}"
 
 

@@ -1,6 +1,7 @@
 """Each error's HTTP answer, and the reason under which the metrics count it."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -267,6 +268,16 @@ def test_messages_of_vllm_name_the_field_and_our_settings(
         "param": param,
         "code": None,
     }
+
+
+def test_a_message_that_quotes_hostile_text_takes_linear_time() -> None:
+    message = "`apar" + " (parameter=x, value=" * 20_000 + "` is internal"
+    body = json.dumps({"error": {"message": message}}).encode()
+    began_s = time.process_time()
+
+    assert error_in(normalised(400, body))["message"] == message
+    # Quadratic time would be more than a minute.
+    assert time.process_time() - began_s < 10
 
 
 def test_a_prompt_that_is_too_long_has_openais_code() -> None:
