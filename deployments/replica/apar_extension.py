@@ -351,7 +351,9 @@ class AparExtension:
         raw = await _read_body(receive)
         try:
             raw, tagged = self._translated(raw, followed, route, engine_id)
-        except RequestError as error:
+        except (RequestError, RecursionError) as error:
+            if isinstance(error, RecursionError):
+                error = RequestError("The body is nested too deeply.")
             answer = answer_for(error).in_form(route.form)
             await send(
                 {"type": "http.response.start", "status": answer.status, "headers": answer.headers}

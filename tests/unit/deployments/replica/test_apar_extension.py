@@ -511,6 +511,21 @@ def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None
     assert not translate(fields, CONTROL)
 
 
+@pytest.mark.parametrize("field", ["messages", "best_of", "metadata"])
+async def test_no_depth_of_nesting_is_a_fault_of_the_server(field: str) -> None:
+    async def accept(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    extension = AparExtension(accept, CONTROL, lambda _: None)
+
+    for depth in range(900, 1000):
+        value = '{"a": ' + "[" * depth + "]" * depth + "}"
+        body = f'{{"n": null, "{field}": {value}}}'.encode()
+        request = RelayedRequest("POST", "/v1/chat/completions", b"", [], body)
+        assert (await whole_answer(extension, request)).status in (200, 400)
+
+
 async def test_a_null_never_reaches_vllm() -> None:
     app = Answering(b"application/json", b"{}")
     extension = AparExtension(app, CONTROL, lambda _: None)
