@@ -4,9 +4,13 @@ from collections.abc import Collection
 
 from cluster.config.keys import is_loopback
 
+_UNSPECIFIED = ("0.0.0.0", "::")
+
 
 def names_this_machine(host: str, names: Collection[str] = ()) -> bool:
     """Whether a `Host`, with or without a port, is a loopback name or address, or one of `names`.
+
+    `0.0.0.0` and `::` lead to this machine, too: some clients are given the address of a listener.
 
     Browsers let a page reach a loopback server under the page's own name once that name resolves to
     a loopback address (DNS rebinding). Only `Host` then tells that the request is not for it.
@@ -17,4 +21,5 @@ def names_this_machine(host: str, names: Collection[str] = ()) -> bool:
     if name.startswith("[") and name.endswith("]"):
         name = name[1:-1]
     name = name.lower().removesuffix(".")
-    return is_loopback(name) or name.endswith(".localhost") or name in names
+    is_own = is_loopback(name) or name in _UNSPECIFIED or name.endswith(".localhost")
+    return is_own or name in names

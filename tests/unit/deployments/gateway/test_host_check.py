@@ -27,7 +27,8 @@ async def status_of(host: str | None, names: tuple[str, ...] | None, path: str =
 
 
 OWN = (
-    "localhost LOCALHOST:8000 localhost. me.localhost:80 127.0.0.1:80 127.9.9.9 [::1]:80 [::1] ::1"
+    "localhost LOCALHOST:8000 localhost. me.localhost:80 127.0.0.1:80 127.9.9.9 [::1]:80 [::1] ::1 "
+    "0.0.0.0:8000 [::]:8000"
 )
 OTHERS = (
     "evil.example evil.example:8000 127.0.0.1.evil.example localhost.evil.example 10.0.0.1:8000 "
