@@ -515,7 +515,8 @@ def plain_message(message: str, param: str | None) -> str:
     if message.endswith(")"):
         # Searched only then: a message may quote a client's text, and the search must be linear.
         message = _FIELD_AND_VALUE.sub("", message)
-    return message if param is None or param in message else f"`{param}`: {message}"
+    is_named = param is None or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message)
+    return message if is_named else f"`{param}`: {message}"
 
 
 def _problems(lines: str) -> str:

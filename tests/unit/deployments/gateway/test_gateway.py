@@ -119,7 +119,7 @@ async def test_an_error_before_a_stream_begins_is_one_json_answer() -> None:
 
     assert answer.status_code == 400
     assert answer.json()["error"] == {
-        "message": "no",
+        "message": "`n`: no",
         "type": "invalid_request_error",
         "param": "n",
         "code": None,

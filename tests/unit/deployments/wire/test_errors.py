@@ -204,7 +204,7 @@ def test_an_error_within_a_stream_of_chunks_has_our_form(code: int | None, kind:
     first, second, last = events.strip().split(b"\n\n")
     assert first == TEXT.strip()
     assert json.loads(second.removeprefix(b"data: "))["error"] == {
-        "message": "wrong",
+        "message": "`n`: wrong",
         "type": kind,
         "param": "n",
         "code": None,
@@ -255,6 +255,8 @@ def test_events_without_an_error_are_left_alone(form: AnswerForm) -> None:
             "needs `engine.tool_call_parser` to be set",
         ),
         ("a -- b, x--y", None, "a -- b, x--y"),
+        ("Input should be 1", "n", "`n`: Input should be 1"),
+        ("n should be 1", "n", "n should be 1"),
     ],
 )
 def test_messages_of_vllm_name_the_field_and_our_settings(
