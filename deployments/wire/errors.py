@@ -77,6 +77,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 _PYDANTIC_HEAD = re.compile(r"\d+ validation errors?:")
+_CONTEXT = ", 'ctx': {'error': "
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 _FIELD_AND_VALUE = re.compile(r" \(parameter=\w+(, value=.*)?\)$", re.DOTALL)
 # Names that vLLM gives to the length of a prompt, which are not fields.
@@ -524,10 +525,12 @@ def _problems(lines: str) -> str:
     found: dict[str, list[str]] = {}
     values: dict[str, str] = {}
     for line in lines.splitlines():
+        # Behind it is an exception, which is no literal.
+        facts, _, context = line.strip().partition(_CONTEXT)
         try:
-            problem = ast.literal_eval(line.strip())
+            problem = ast.literal_eval(f"{facts}}}" if context else facts)
             name = problem["loc"].removeprefix("body.")
-            found.setdefault(name, []).append(problem["msg"])
+            found.setdefault(name, []).append(problem["msg"].removeprefix("Value error, "))
             values[name] = f" (got {problem['input']})" if problem["type"] != "missing" else ""
         except (ValueError, SyntaxError, LookupError, TypeError, AttributeError):
             continue  # Another line, or one that was cut.

@@ -247,6 +247,13 @@ def test_events_without_an_error_are_left_alone(form: AnswerForm) -> None:
             "model",
             "`model`: Field required",
         ),
+        (
+            "1 validation error:\n  {'type': 'value_error', 'loc': 'max_tokens', 'msg': 'Value "
+            "error, must be positive', 'input': '0', 'ctx': {'error': ValueError('must be "
+            "positive')}, 'url': 'https://errors.pydantic.dev/2.14/v/value_error'}",
+            "max_tokens",
+            "`max_tokens`: must be positive (got 0)",
+        ),
         ("1 validation error:\n  {'type': cut", None, "1 validation error:\n  {'type': cut"),
         ("Too many (parameter=logprobs, value=[1, (2)])", "logprobs", "`logprobs`: Too many"),
         (
