@@ -22,16 +22,18 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _INDEX = "model.safetensors.index.json"
 # Source: `validate_repo_id` of huggingface_hub.
 _HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+", re.ASCII)
+# Object storage, from which vLLM streams weights (`load_format: runai_streamer`).
+_STORED = ("s3://", "gs://", "az://")
 
 
 def check_name(name: str, presets: Sequence[str]) -> None:
-    """Raise ConfigError if a name is no folder, preset or possible name on the Hugging Face hub.
+    """Raise ConfigError if a name is no folder, preset, object storage or possible name on the hub.
 
     A name that resembles a preset is refused with a suggestion, and so is the path of a folder that
     does not exist: neither is looked up on the hub.
     """
     path = Path(name).expanduser()
-    if name in presets or path.is_dir():
+    if name in presets or path.is_dir() or name.startswith(_STORED):
         return
     if path.is_file():
         raise ConfigError(f"{name} is a file; give the folder that contains it")
@@ -53,13 +55,15 @@ def _similar_folder(path: Path) -> str:
     return f"; did you mean {path.with_name(similar[0])}?" if similar else ""
 
 
-def check_checkpoint_folder(folder: Path, *, has_weights: bool = True) -> None:
+def check_checkpoint_folder(
+    folder: Path, *, has_configuration: bool = True, has_weights: bool = True
+) -> None:
     """Raise ConfigError if a folder has no configuration, or no weights that are complete.
 
-    `has_weights` is False for an engine that reads its weights from somewhere else.
+    `has_configuration` and `has_weights` are False for an engine that reads them from elsewhere.
     """
     found = [folder / name for name in _CONFIGURATIONS if (folder / name).is_file()]
-    if not found:
+    if has_configuration and not found:
         raise ConfigError(f"{folder} is no checkpoint: it has no config.json{_inner(folder)}")
     for file in found:
         _read_object(file)
@@ -100,8 +104,12 @@ _AGAIN = "; copy or download the checkpoint again"
 
 def _check_weights(folder: Path) -> None:
     index = folder / _INDEX
-    names = set(_read_object(index).get("weight_map", {}).values()) if index.is_file() else set()
-    if missing := sorted(name for name in names if not (folder / name).is_file()):
+    try:
+        files = _read_object(index).get("weight_map", {}).values() if index.is_file() else ()
+        missing = sorted({name for name in files if not (folder / name).is_file()})
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"{index} does not map tensors to files{_AGAIN}") from error
+    if missing:
         raise ConfigError(f"{folder} lacks {missing[0]}, which {_INDEX} names{_AGAIN}")
     if not any(file.is_file() for pattern in _WEIGHTS for file in folder.glob(pattern)):
         raise ConfigError(f"{folder} has no weights: there is no *.safetensors file in it{_AGAIN}")
@@ -111,8 +119,8 @@ def _check_weights(folder: Path) -> None:
 
 def check_safetensors(file: Path) -> None:
     """Raise ConfigError if a safetensors file is shorter or longer than its header says."""
-    size = file.stat().st_size
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(_HEADER_LENGTH_BYTES)
             if start == _LFS_POINTER[:_HEADER_LENGTH_BYTES]:

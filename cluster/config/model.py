@@ -431,7 +431,9 @@ class ModelConfig(BaseModel):
             if path.is_dir():
                 load_format = self.engine.get("load_format", "auto")
                 check_checkpoint_folder(
-                    path, has_weights=load_format in ("auto", "hf", "safetensors")
+                    path,
+                    has_configuration=not self.engine.get("hf_config_path"),
+                    has_weights=load_format in ("auto", "hf", "safetensors"),
                 )
         except ConfigError as error:
             raise ConfigError(f"checkpoint: {error}") from error

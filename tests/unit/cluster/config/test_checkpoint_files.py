@@ -40,8 +40,10 @@ def test_a_similar_folder_is_suggested(copied: Path) -> None:
     assert problem(checkpoint=str(copied.with_name("my-modle"))).endswith(f"did you mean {copied}?")
 
 
-@pytest.mark.parametrize("name", ["apar-tiny", "gpt2", "THUDM/apar-7b", str(EMBEDDED)])
-def test_presets_folders_and_hub_names_are_accepted(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["apar-tiny", "gpt2", "THUDM/apar-7b", str(EMBEDDED), "s3://bucket/models/8b"]
+)
+def test_presets_folders_hub_names_and_object_storage_are_accepted(name: str) -> None:
     ModelConfig(checkpoint=name).check_checkpoint()
 
 
@@ -95,6 +97,26 @@ def test_a_missing_shard_is_named(copied: Path) -> None:
     (copied / "model.safetensors.index.json").write_text(json.dumps(index))
 
     assert "lacks model-2.safetensors" in problem(checkpoint=str(copied))
+
+
+@pytest.mark.parametrize("index", [{"weight_map": None}, {"weight_map": {"a": ["b"]}}])
+def test_an_index_of_another_form_is_named(copied: Path, index: object) -> None:
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    assert "does not map tensors to files" in problem(checkpoint=str(copied))
+
+
+def test_a_link_to_nothing_is_named(copied: Path) -> None:
+    (copied / "model-2.safetensors").symlink_to("nowhere")
+
+    assert "model-2.safetensors cannot be read" in problem(checkpoint=str(copied))
+
+
+def test_the_configuration_may_be_elsewhere(copied: Path) -> None:
+    (copied / "config.json").unlink()
+
+    engine = {"hf_config_path": str(EMBEDDED)}
+    ModelConfig(checkpoint=str(copied), engine=engine).check_checkpoint()
 
 
 def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
