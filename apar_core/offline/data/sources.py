@@ -274,7 +274,8 @@ def _turns(turns: Any, field: str) -> list[ChatMessage]:
             raise ItemRefusedError(
                 "unknown role", f"{field}[{number}].{role_field} = {turn.get(role_field)!r:.40}"
             )
-        weight = turn.get("weight", 1)
+        # Null in files of a library whose rows all have the same fields.
+        weight = 1 if turn.get("weight") is None else turn["weight"]
         if weight not in (0, 1):
             raise ItemRefusedError(
                 "unknown weight", f"{field}[{number}].weight = {weight!r:.40}; use 0 or 1"
@@ -290,7 +291,7 @@ def _add_system(messages: list[ChatMessage], item: Mapping[str, Any], field: str
     system = ChatMessage("system", _text(item, field))
     if not messages or messages[0].role != "system":
         messages.insert(0, system)
-    elif messages[0] != system:
+    elif messages[0].content != system.content:
         raise ItemRefusedError("two system messages", f"{field} and the first turn differ")
 
 

@@ -72,6 +72,13 @@ def test_developer_messages_are_system_messages() -> None:
     assert first == ChatMessage("system", "s")
 
 
+def test_a_null_weight_is_none() -> None:
+    item = turns("human", "gpt")
+    item["conversations"][1]["weight"] = None
+
+    assert chat_of_item(item, {})[1].is_trained
+
+
 @pytest.mark.parametrize("field", ["system", "system_prompt"])
 @pytest.mark.parametrize(
     "item",
@@ -91,6 +98,8 @@ def test_a_system_field_may_repeat_the_first_turn_but_not_differ_from_it() -> No
     item = {"system": "x", **turns("system", "human", "gpt")}
 
     assert [message.role for message in chat_of_item(item, {})] == ["system", "user", "assistant"]
+    item["conversations"][0]["weight"] = 0
+    assert len(chat_of_item(item, {})) == 3
     with pytest.raises(ItemRefusedError, match="two system messages"):
         chat_of_item({**item, "system": "y"}, {})
 
