@@ -108,8 +108,10 @@ def _scalar(name: str, value: Any, action: Action | None) -> Any:
     is_number = action.type in (int, float) or "human_readable" in str(action.type)
     if (isinstance(value, bool) and not is_number) or not callable(action.type) or action.nargs:
         return value
+    # YAML reads 1e3 as a floating-point number.
+    is_whole = isinstance(value, float) and value.is_integer() and action.type is not float
     try:
-        read = action.type(str(value))
+        read = action.type(str(int(value) if is_whole and is_number else value))
     except (ArgumentTypeError, TypeError, ValueError) as error:
         raise CheckpointError(f"engine argument {name!r}: {value!r}: {error}") from error
     if action.choices is not None and read not in action.choices:

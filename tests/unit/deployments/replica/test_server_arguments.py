@@ -135,7 +135,8 @@ def test_the_released_checkpoints_have_vicuna_s_chat_template(checkpoint: str) -
 
 
 @pytest.mark.parametrize(
-    ("value", "length"), [("2k", 2000), ("2K", 2048), (2048, 2048), ("auto", -1), (None, None)]
+    ("value", "length"),
+    [("2k", 2000), ("2K", 2048), (2048, 2048), (2e3, 2000), ("auto", -1), (None, None)],
 )
 def test_values_are_read_as_on_vllm_s_command_line(value: Any, length: int | None) -> None:
     assert server_arguments("m", "n", {"max_model_len": value}).max_model_len == length
