@@ -50,11 +50,14 @@ def read_yaml(path: Path) -> Any:
 def check_plain_values(given: Any, read: Any, place: str = "") -> None:
     """Compare the values of a file with the settings made of them.
 
-    Raises ConfigError for a boolean where a number is expected, which pydantic takes as 0 or 1, and
-    for a variable such as `${MODEL}` that nobody has replaced.
+    Raises ConfigError for a boolean where a number is expected, which pydantic takes as 0 or 1, for
+    another value where a boolean is expected, and for a variable such as `${MODEL}` that nobody has
+    replaced.
     """
     if isinstance(given, bool) and isinstance(read, int | float) and not isinstance(read, bool):
         raise ConfigError(f"{place}: a number is expected (got {str(given).lower()})")
+    if isinstance(read, bool) and not isinstance(given, bool):
+        raise ConfigError(f"{place}: true or false is expected (got {given!r:.40})")
     if isinstance(given, str) and (variable := _VARIABLE.search(given)):
         raise ConfigError(
             f"{place}: {variable[0]} is not replaced: variables are not expanded in this file; "

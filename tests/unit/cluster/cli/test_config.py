@@ -52,6 +52,8 @@ def test_check_takes_the_engine_arguments_of_vllm(file: Path) -> None:
         ("port: off", "port: Input should be a valid integer"),
         ("port: 80:00", "port: Input should be a valid integer"),
         ("port: true", "port: a number is expected (got true)"),
+        ("allow_anonymous: on", "allow_anonymous: true or false is expected (got 'on')"),
+        ("metrics: {enabled: 1}", "metrics.enabled: true or false is expected (got 1)"),
         ("models: [{replicas: true}]", "models.0.replicas: a number is expected (got true)"),
         ("models: [{max_concurrency: 99999999999999999999}]", "99999999999999999999 is too large"),
         ("models: [{checkpoint: '${MODEL}'}]", "models.0.checkpoint: ${MODEL} is not replaced"),
