@@ -10,6 +10,7 @@ A name is imported when it is first used, because each of vLLM's processes needs
 
 from __future__ import annotations
 
+from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -263,6 +264,11 @@ def __getattr__(name: str) -> Any:
         raise EngineError(f"vLLM {version} has no {module}.{name}: {error}") from error
     globals()[name] = value
     return value
+
+
+def actions_of(parser: ArgumentParser) -> dict[str, Action]:
+    """Return the arguments of a parser by the names of their values."""
+    return {action.dest: action for action in parser._actions}
 
 
 def patch_processors(input_processor: type, output_processor: type) -> None:

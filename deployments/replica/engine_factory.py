@@ -31,6 +31,7 @@ from apar_core.vllm_names import (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     UsageContext,
+    actions_of,
     bound_truncated_texts,
     build_app,
     init_app_state,
@@ -57,7 +58,7 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     """
     parser = make_arg_parser(FlexibleArgumentParser())
     args: Namespace = parser.parse_args([])
-    actions = {action.dest: action for action in parser._actions}
+    actions = actions_of(parser)
     values = {
         "model": model,
         "served_model_name": [served_name],

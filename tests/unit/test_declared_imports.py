@@ -34,6 +34,7 @@ EXTRAS_OF = {
     "apar_core/offline": ("train",),
     "apar_core/reporting.py": ("train", "loadtest"),
     "apar_core/step_costs": ("loadtest",),
+    "apar_core/yaml_files.py": ("serve", "train"),
     "cluster": ("serve",),
     "cluster/experiments": ("loadtest", "serve"),
     "cluster/loadtest": ("loadtest",),

@@ -139,9 +139,16 @@ def test_the_first_stop_token_in_reading_order_is_the_stop_reason(ask_chat: Ask)
 
 
 @pytest.mark.parametrize("name", ["[Fork]", "[Child]"])
-def test_a_control_token_is_refused_as_stop_token(ask_chat: Ask, name: str) -> None:
-    with pytest.raises(VLLMValidationError, match="stop_token_ids may not contain"):
-        ask_chat(replayed(stop_token_ids=[token_id(name)]))
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_a_request_cannot_end_or_force_threads_with_a_control_token(
+    ask_chat: Ask, field: str, name: str
+) -> None:
+    value: Any = [token_id(name)]
+    if field == "logit_bias":
+        value = {token_id(name): 100.0}
+
+    with pytest.raises(VLLMValidationError, match=f"`{field}` holds ids of control tokens"):
+        ask_chat(replayed(**{field: value}))
 
 
 def test_the_end_token_as_stop_token_ends_threads_and_not_the_answer(ask_chat: Ask) -> None:

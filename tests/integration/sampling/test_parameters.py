@@ -194,22 +194,6 @@ def test_allowed_tokens_hold_in_every_thread(ask_chat: Ask) -> None:
     assert set(sampled(answer)) <= set(allowed)
 
 
-@pytest.mark.parametrize("name", ["[Fork]", "[Child]"])
-def test_a_bias_cannot_make_the_model_break_the_tree(engine: EngineProcess, name: str) -> None:
-    fork_id, child_id = token_id("[Fork]"), token_id("[Child]")
-    biased = {"temperature": 0.0, "max_tokens": 30, "logit_bias": {token_id(name): 100.0}}
-
-    answers, threads = engine.call(ask_and_watch, [biased])
-
-    assert_nothing_is_left(answers)
-    assert name == "[Child]" or any(fork_id in thread.sampled_ids for thread in threads)
-    for thread in threads:
-        assert child_id not in thread.sampled_ids
-        before = (thread.prompt_ids[-1], *thread.sampled_ids)
-        pairs = set(zip(before, thread.sampled_ids, strict=False))
-        assert pairs.isdisjoint({(fork_id, fork_id), (child_id, fork_id)})
-
-
 def test_a_forced_length_is_written_by_one_thread(ask_chat: Ask) -> None:
     answers = ask_chat(
         {"temperature": 0.0, "max_tokens": 40, "min_tokens": 30},

@@ -183,7 +183,9 @@ def test_prompts_and_models_beyond_the_key_are_refused(server: Server) -> None:
 
 def cached(server: Server, token: str, **fields: Any) -> int:
     """Return the number of prompt tokens found in the cache."""
-    usage = ask(server.openai(token), LONG_PROMPT, max_tokens=1, **fields).usage
+    # Begins as no other test's prompt does.
+    prompt = f"Cached: {LONG_PROMPT}"
+    usage = ask(server.openai(token), prompt, max_tokens=1, **fields).usage
     details = usage.prompt_tokens_details
     return 0 if details is None else details.cached_tokens or 0
 

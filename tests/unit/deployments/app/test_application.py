@@ -17,7 +17,7 @@ from apar_core.engine.replay import REPLAY
 from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.scheduler.fork_settings import fork_settings
 from cluster.config import ClusterConfig
-from cluster.config.model import ForkLimits, ModelConfig, PromptChainConfig
+from cluster.config.model import PRESETS, ForkLimits, ModelConfig, PromptChainConfig
 from cluster.local_ray import APPLICATION_FLAGS
 from deployments.app import application
 from deployments.app.application import (
@@ -111,6 +111,7 @@ def test_every_model_has_its_own_replicas_in_the_gateways_order() -> None:
     assert [each.max_ongoing_requests for each in replicas] == [64, 2]
 
 
+VICUNA = PRESETS["apar-7b"].engine["chat_template"]
 PACED = {"apar": {"output_interval_s": 0.05}}
 """The default of `coalesce_s`, where the engine core reads it."""
 
@@ -126,12 +127,14 @@ def test_user_arguments_override_the_presets_which_override_ours() -> None:
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": 2**30,
         "max_model_len": 2048,
+        "chat_template": VICUNA,
         "additional_config": PACED,
     }
     assert engine_arguments(model, on_gpu=True) == {
         "max_num_seqs": 700,
         "block_size": 64,
         "max_model_len": 2048,
+        "chat_template": VICUNA,
         # A multiple of 16 that holds all rows; vLLM's default is 512.
         "max_cudagraph_capture_size": 704,
         "additional_config": PACED,
