@@ -10,7 +10,8 @@ includes a new nonce of either end. So a proof holds for one connection and one 
     limit of a call, proof      ->
 
 Frames follow (`wire/frames.py`). Like Ray's own traffic, they are neither encrypted nor signed.
-Both ends send TCP keepalives: each notices within half a minute that the other's node is gone.
+Both ends send TCP keepalives: a gateway notices within half a minute that the node of a replica is
+gone, a replica within five minutes that the gateway's is.
 """
 
 import asyncio
@@ -30,15 +31,18 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _LIMIT = struct.Struct(">I")
 
-
-# A node that vanishes closes no connection: half a minute later, its connections are broken.
+# A node that vanishes closes no connection.
 _KEEPALIVE = (
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 10),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 5),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 4),
-    ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 30_000),
 )
+# Linux also breaks the connection if the other end lives but reads nothing for so long. A replica
+# reads at once; a gateway stops reading while its client does.
+_USER_TIMEOUT = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+_SILENT_REPLICA_MS = 30_000
+_SILENT_GATEWAY_MS = 300_000
 
 
 class HandshakeError(ConnectionError):
@@ -53,7 +57,7 @@ async def greet_replica(
     Raises HandshakeError if it is another process, which then has received a nonce and no more.
     Raises OSError or IncompleteReadError if the connection breaks or the other end is silent.
     """
-    _keep_alive(writer)
+    _keep_alive(writer, _SILENT_REPLICA_MS)
     try:
         async with asyncio.timeout(_HANDSHAKE_S):
             greeting = _greeting()
@@ -74,7 +78,7 @@ async def admit_gateway(
     Returns the gateway's limit on the bytes of a call. Raises HandshakeError if it is no gateway,
     and OSError or IncompleteReadError if the connection breaks or the other end is silent.
     """
-    _keep_alive(writer)
+    _keep_alive(writer, _SILENT_GATEWAY_MS)
     async with asyncio.timeout(_HANDSHAKE_S):
         said = await _read_greeting(reader)
         greeting = _greeting()
@@ -86,9 +90,9 @@ async def admit_gateway(
     return int(max_call_bytes)
 
 
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
+def _keep_alive(writer: asyncio.StreamWriter, silence_ms: int) -> None:
     connected: socket.socket = writer.get_extra_info("socket")
-    for option, value in _KEEPALIVE:
+    for option, value in (*_KEEPALIVE, (_USER_TIMEOUT, silence_ms)):
         connected.setsockopt(*option, value)
 
 
