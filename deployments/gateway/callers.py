@@ -266,6 +266,7 @@ class KeyRing:
         """Take run-time keys from another store."""
         self._store, self._stored_version = store, None
         self._max_age_s, self._stored_read_s = max_age_s, -math.inf
+        self._asked_store_s = -math.inf
         self._take_stored(())
 
     async def reconfigure(self, keys: Sequence[KeyConfig], file: Path | None) -> None:

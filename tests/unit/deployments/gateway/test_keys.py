@@ -257,6 +257,21 @@ async def test_after_a_quiet_time_all_requests_wait_for_the_store(
     await store.close()
 
 
+async def test_another_store_is_read_at_once(tmp_path: Path) -> None:
+    before, after = SqliteStore(tmp_path / "before.db"), SqliteStore(tmp_path / "after.db")
+    key = KeyConfig(name="bob", hash=hash_of("bobs"))
+    await after.create(StoredKey(id="1", created_at=datetime.now(UTC), created_by="alice", key=key))
+    ring = KeyRing([ALICE], clock=Clock(), store=before)
+    with pytest.raises(UnknownKeyError):
+        await ring.find(bearer("bobs"))
+
+    ring.use_store(after)
+
+    assert await ring.find(bearer("bobs")) == key
+    await before.close()
+    await after.close()
+
+
 async def test_a_key_is_not_called_unknown_while_the_store_was_never_read(tmp_path: Path) -> None:
     store = BreakableStore(tmp_path / "keys.db")
     store.is_broken = True
