@@ -36,6 +36,7 @@ from deployments.wire.errors import (
     WrongMethodError,
 )
 from deployments.wire.request import RelayedRequest
+from deployments.wire.routes import ONE_MODEL
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
@@ -115,8 +116,11 @@ class RequestTrace:
         span = self._span
         span.set_attributes(_facts(record))
         if record.error_code not in _UNKNOWN_ROUTE:
-            span.update_name(f"{record.method} {record.path}")
-            span.set_attribute(names.HTTP_ROUTE, record.path)
+            # A few names for all requests: a client may ask for any model.
+            is_model = record.path.startswith(ONE_MODEL)
+            route = f"{ONE_MODEL}{{model}}" if is_model else record.path
+            span.update_name(f"{record.method} {route}")
+            span.set_attribute(names.HTTP_ROUTE, route)
         status = record.status or 0
         broke_off = self._calls is not None and not self._calls.answered and not record.cancelled
         if status >= 500 or broke_off:

@@ -113,6 +113,17 @@ async def test_a_request_is_one_trace_with_ingress_queue_and_replica(
     assert facts(parts[-1])[names.OUTCOME] == "answered"
 
 
+@pytest.mark.parametrize("model", ["m", "any/other"])
+async def test_spans_of_single_models_have_one_name(kept: KeptSpans, model: str) -> None:
+    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"data": []}'))
+
+    await client(kept, replicas).get(f"/v1/models/{model}", headers=CALLER)
+
+    server = kept.all()[0]
+    assert server.name == "GET /v1/models/{model}"
+    assert facts(server)[names.HTTP_ROUTE] == "/v1/models/{model}"
+
+
 async def test_the_replica_gets_the_context_of_its_attempt(kept: KeptSpans) -> None:
     replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
 
