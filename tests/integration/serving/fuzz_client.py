@@ -153,12 +153,13 @@ class OddTransport(HTTPAdapter):
         """Send the request, changed."""
         draw = random.Random(f"{request.url} {request.body!r}")
         body = request.body.encode() if isinstance(request.body, str) else request.body
-        if isinstance(body, bytes) and draw.random() < 0.3:
+        if isinstance(body, bytes) and draw.random() < 0.15:
             coding = draw.choice(sorted(ENCODERS))
             sent = ENCODERS[coding](bytes(BOMB) if draw.random() < 0.01 else body)
             if draw.random() < 0.1:
                 sent = draw.choice([sent[:-3], sent + b"more", sent[1:], b""])
             request.prepare_body(sent, None)
+            request.headers["Content-Length"] = str(len(sent))
             request.headers["Content-Encoding"] = coding
         if draw.random() < 0.05:
             upgrade = draw.choice(sorted(UPGRADES))
