@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from msgspec import msgpack
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
@@ -194,6 +195,8 @@ class ForkInputProcessor(InputProcessor):
             # A larger one could not be sent to the engine core.
             if isinstance(value, int) and abs(value) >= _NUMBER_LIMIT:
                 raise VLLMValidationError(f"`{name}` is out of range: {value}", parameter=name)
+        if constrained:
+            _refuse_large_integers(params.structured_outputs)
         try:
             checked: bool | None = super()._validate_params(params, *args, **kwargs)
         except VLLMError as error:
@@ -376,6 +379,14 @@ def _reason(error: BaseException) -> str:
     if cause is not None and str(cause) not in text:
         text = f"{text.rstrip('. ')}: {cause}"
     return text
+
+
+def _refuse_large_integers(constraint: object) -> None:
+    """Refuse a constraint with an integer that could not be sent to the engine core."""
+    try:
+        msgpack.encode(constraint)
+    except OverflowError as error:
+        raise constraint_error("it contains an integer of more than 64 bits") from error
 
 
 def _check_bad_words(params: SamplingParams) -> None:

@@ -188,6 +188,7 @@ def test_control_tokens_are_refused_as_pydantic_reads_them(
         ),
         (constrained(grammar='start ::= "a"'), "structured_outputs", "root rule"),
         (SamplingParams(seed=2**63), "seed", "out of range"),
+        (constrained(json={"const": 2**70}), "structured_outputs", "64 bits"),
     ],
 )
 def test_what_the_engine_could_not_use_is_refused_with_the_reason(
