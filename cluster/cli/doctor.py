@@ -285,7 +285,8 @@ def hub_problem() -> str | None:
     )
     try:
         httpx.head(hub, timeout=httpx.Timeout(HUB_S / 2, connect=HUB_S / 2))
-    except httpx.HTTPError as error:
+    # The last two for proxies in the environment that httpx cannot use.
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, ImportError) as error:
         return f"{hub} does not answer: {str(error) or type(error).__name__}"
     return None
 

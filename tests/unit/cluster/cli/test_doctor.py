@@ -20,6 +20,7 @@ from cluster.cli.doctor import (
     check_versions,
     describe,
     diagnose,
+    hub_problem,
     installed_versions,
 )
 from cluster.config.model import PRESETS
@@ -229,3 +230,11 @@ def test_a_gpu_shows_its_rows_and_its_sampler(
     assert "up to 256" in small.value
     assert "CUDA" not in small.value
     assert check_rows("unknown") == []
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "foo://x"])
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+
+    assert "proxy" in str(hub_problem())
