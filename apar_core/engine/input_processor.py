@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from msgspec import msgpack
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
@@ -196,7 +195,7 @@ class ForkInputProcessor(InputProcessor):
             if isinstance(value, int) and abs(value) >= _NUMBER_LIMIT:
                 raise VLLMValidationError(f"`{name}` is out of range: {value}", parameter=name)
         if constrained:
-            _refuse_large_integers(params.structured_outputs)
+            _refuse_large_integers(params.structured_outputs.json)
         try:
             checked: bool | None = super()._validate_params(params, *args, **kwargs)
         except VLLMError as error:
@@ -381,12 +380,17 @@ def _reason(error: BaseException) -> str:
     return text
 
 
-def _refuse_large_integers(constraint: object) -> None:
-    """Refuse a constraint with an integer that could not be sent to the engine core."""
-    try:
-        msgpack.encode(constraint)
-    except OverflowError as error:
-        raise constraint_error("it contains an integer of more than 64 bits") from error
+def _refuse_large_integers(schema: object) -> None:
+    """Refuse a JSON schema with an integer that could not be sent to the engine core."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+        elif isinstance(part, int) and abs(part) >= _NUMBER_LIMIT:
+            raise constraint_error(f"{part} does not fit into 64 bits")
 
 
 def _check_bad_words(params: SamplingParams) -> None:
