@@ -75,6 +75,7 @@ _ERRORS = {
     "415": "The coding of the body is not supported.",
     "421": "The request is for another host.",
     "422": "The request is well formed but cannot be served.",
+    "426": "The request asks for WebSocket.",
     "429": "A limit of the API key is reached.",
     "501": "The model does not support this.",
     "503": "No replica can take the request now.",
