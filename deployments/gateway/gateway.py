@@ -218,9 +218,7 @@ class Gateway:
             self.callers.ledger.refused(caller.name, record)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
-        # A server in front leaves out the body of an answer to HEAD.
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        path = scope["path"]
+        method, path = _answered_method(scope), scope["path"]
         caller: Caller | None = None
         try:
             if path.startswith(ADMIN_PATH):
@@ -435,9 +433,8 @@ class Gateway:
                 held,
                 timeout_s=limits.body_timeout_s,
             )
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
         answer = await self._admin.answer(
-            method, scope["path"], scope["query_string"], body, caller
+            _answered_method(scope), scope["path"], scope["query_string"], body, caller
         )
         await send_whole(exchange.send, answer)
 
@@ -529,6 +526,15 @@ def _call_in(
     """Schedule a function on the gateway's event loop, from any executor."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, name, count)
+
+
+def _answered_method(scope: Scope) -> str:
+    """Return the method as which a request is answered: HEAD as GET.
+
+    A server in front leaves out the body of an answer to HEAD.
+    """
+    method: str = scope["method"]
+    return "GET" if method == "HEAD" else method
 
 
 def _is_about_health(path: str) -> bool:
