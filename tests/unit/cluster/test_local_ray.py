@@ -428,25 +428,12 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
         process.wait()
 
 
-class Hanging:
-    """A server that gives no answers while it `hangs`."""
+class HttpServer:
+    """An HTTP server in a thread; its handlers may wait for `may_end`, which the end sets."""
 
-    def __init__(self) -> None:
-        self.hangs = False
-        self.num_answered = 0
-        self._ended = threading.Event()
-        hanging = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if hanging.hangs:
-                    hanging._ended.wait()
-                    return
-                hanging.num_answered += 1
-                self.send_response(200)
-                self.end_headers()
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.may_end = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.address = f"127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Self:
@@ -454,9 +441,29 @@ class Hanging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self.may_end.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+class Hanging(HttpServer):
+    """A server that gives no answers while it `hangs`."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.num_answered = 0
+        hanging = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if hanging.hangs:
+                    hanging.may_end.wait()
+                    return
+                hanging.num_answered += 1
+                self.send_response(200)
+                self.end_headers()
+
+        super().__init__(Handler)
 
 
 def haproxy_tells(path: Path, server: str) -> dict[str, str]:
@@ -616,12 +623,11 @@ def heads_through_haproxy(folder: Path, *requests: bytes, half: bool = False) ->
     return found
 
 
-class Echoing:
+class Echoing(HttpServer):
     """A server that answers with the names of the headers and the body that have arrived."""
 
     def __init__(self) -> None:
         self.hangs = False
-        self.may_end = threading.Event()
         echo = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -638,17 +644,7 @@ class Echoing:
 
             do_GET = do_POST
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.may_end.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Handler)
 
 
 def raw(method: str, target: str, *headers: str, body: str = "") -> bytes:
