@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from vllm.entrypoints.serve.tokenize.protocol import (
         TokenizeCompletionRequest as TokenizeCompletionRequest,
     )
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU as PunicaWrapperCPU
+    from vllm.lora.request import LoRARequest as LoRARequest
     from vllm.model_executor.layers.attention import Attention as Attention
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -163,6 +165,8 @@ NAMES = {
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
     "vllm.entrypoints.serve.tokenize.protocol": "DetokenizeRequest TokenizeChatRequest "
     "TokenizeCompletionRequest",
+    "vllm.lora.punica_wrapper.punica_cpu": "PunicaWrapperCPU",
+    "vllm.lora.request": "LoRARequest",
     "vllm.model_executor.layers.attention": "Attention",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     "vllm.tokenizers": "cached_tokenizer_from_config get_tokenizer",
@@ -280,6 +284,27 @@ def patch_processors(input_processor: type, output_processor: type) -> None:
         names = vars(import_module(engine))
         names["InputProcessor"] = input_processor
         names["OutputProcessor"] = output_processor
+
+
+@contextmanager
+def replaced_adapter_kernels(name: str) -> Iterator[None]:
+    """Let models that are built meanwhile take the kernels of LoRA from this class.
+
+    vLLM asks its platform for the class by name and has no setting for it.
+    """
+    names = vars(import_module("vllm.lora.punica_wrapper.punica_selector"))
+    original = names["current_platform"]
+
+    class Platform:
+        @staticmethod
+        def get_punica_wrapper() -> str:
+            return name
+
+    names["current_platform"] = Platform
+    try:
+        yield
+    finally:
+        names["current_platform"] = original
 
 
 _BOUNDED = "_apar_bounds_truncated_texts"

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from apar_core.engine.fork_adapter import fork_adapter_request
 from apar_core.engine.logits_processors import bad_words
 from apar_core.engine.replay import (
     PARAM,
@@ -110,6 +111,8 @@ class ForkInputProcessor(InputProcessor):
             return
         _keep_tool_calls_unforked()
         self._settings: ForkSettings = fork_settings(vllm_config)
+        adapter = self._settings.fork_adapter
+        self._fork_adapter = None if adapter is None else fork_adapter_request(adapter)
         self._spellings = self.format.spellings
         self._control_texts = self.format.texts
         # vLLM returns routed experts as rows of one token sequence, which a tree does not have.
@@ -290,6 +293,8 @@ class ForkInputProcessor(InputProcessor):
             enabled=bool(wanted) and self._may_fork and _can_fork(request, params),
             max_threads=min(max_threads, self._settings.max_threads),
         )
+        if parameters.enabled and request.lora_request is None:
+            request.lora_request = self._fork_adapter
         extra_args[EXTRA_ARG] = parameters.to_extra_arg()
         params.extra_args = extra_args
         if self._bans_as_bad_words and parameters.blocks is None:

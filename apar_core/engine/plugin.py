@@ -52,6 +52,7 @@ def register() -> None:
 def _wrap_configuration() -> None:
     """Let each new engine configuration pass through `complete`."""
     # Imported here: vLLM calls this while its own modules load.
+    from apar_core.engine.fork_adapter import prepare_fork_adapter
     from apar_core.vllm_names import EngineArgs
 
     create = EngineArgs.create_engine_config
@@ -60,6 +61,7 @@ def _wrap_configuration() -> None:
 
     @wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prepare_fork_adapter(self)
         vllm_config = create(self, *args, **kwargs)
         return complete(vllm_config) if _has_our_scheduler(vllm_config) else vllm_config
 
@@ -137,6 +139,11 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     scheduler_config.scheduler_cls = scheduler
     if fork_settings(vllm_config).attention == "family":
         use_family_attention(vllm_config)
+    if vllm_config.device_config.device_type == "cpu":
+        # Imported here: it needs vLLM's CPU worker.
+        from apar_core.engine.cpu_adapters import use_cpu_adapters
+
+        use_cpu_adapters(vllm_config)
     # For its errors, which otherwise end the engine's process.
     check_engine(vllm_config)
     return vllm_config

@@ -129,6 +129,8 @@ def _start_engine(model: str) -> OfflineEngine:
     engine_args: dict[str, Any] = {**settings.preset.engine, "enforce_eager": True}
     if settings.preset.is_embedded:
         engine_args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if (adapter := settings.fork_adapter_folder) is not None:
+        engine_args["additional_config"] = {"apar": {"fork_adapter": str(adapter)}}
     return OfflineEngine(settings.preset.path, **engine_args)
 
 

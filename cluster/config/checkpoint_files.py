@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from apar_core.checkpoint_folder import ADAPTER_CONFIG
 from cluster.config.files import ConfigError
 
 _HEADER_LENGTH_BYTES = 8
@@ -73,9 +74,9 @@ def check_checkpoint_folder(
 
 def check_adapter_folder(folder: Path) -> None:
     """Raise ConfigError if a folder is no LoRA adapter, or its weights are incomplete."""
-    file = folder / "adapter_config.json"
+    file = folder / ADAPTER_CONFIG
     if not file.is_file():
-        raise ConfigError(f"{folder} is no LoRA adapter: it has no adapter_config.json")
+        raise ConfigError(f"{folder} is no LoRA adapter: it has no {ADAPTER_CONFIG}")
     _read_object(file)
     _check_weights(folder)
 

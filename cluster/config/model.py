@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from apar_core.checkpoint_folder import adapter_in
 from apar_core.formats.resolved_format import FormatSetting
 from cluster.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
 from cluster.config.checkpoint_files import (
@@ -30,6 +31,7 @@ from cluster.config.files import ConfigError
 
 DEFAULT_MODEL = "apar-tiny"
 DEFAULT_MAX_CONCURRENCY = 64
+NO_ADAPTER = "none"
 # Above this, CUDA graphs and the sampler's buffers cost more than the larger batch gains.
 MAX_THREADS = 1024
 # Engine arguments that have fields of their own, because the cluster needs them too.
@@ -253,6 +255,13 @@ class ModelConfig(BaseModel):
         (),
         description="LoRA adapters that the replicas serve beside the model, without merging.",
     )
+    fork_adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of a LoRA adapter. Requests to the model that may fork are answered "
+        "with it, all others by the base model alone. By default the folder `adapter` in that of "
+        "the checkpoint, if there is one that `adapters` does not name; `none` for no adapter.",
+    )
     replicas: PositiveInt = Field(
         1, description="Number of replicas, each with an engine of its own."
     )
@@ -420,6 +429,16 @@ class ModelConfig(BaseModel):
         path = str(Path(given).expanduser()) if given.startswith("~") else given
         return PRESETS.get(given) or Preset(path, DEFAULT_MAX_CONCURRENCY)
 
+    @property
+    def fork_adapter_folder(self) -> Path | None:
+        """The adapter of requests that may fork; None if there is none."""
+        if self.fork_adapter is not None:
+            folder = Path(self.fork_adapter).expanduser()
+            return None if self.fork_adapter == NO_ADAPTER else folder
+        found = adapter_in(self.preset.path)
+        named = {Path(adapter.folder).resolve() for adapter in self.adapters}
+        return None if found is None or found.resolve() in named else found
+
     def check_checkpoint(self) -> None:
         """Raise ConfigError if a folder of the model is missing, or its files are not usable.
 
@@ -437,6 +456,11 @@ class ModelConfig(BaseModel):
                 )
         except ConfigError as error:
             raise ConfigError(f"checkpoint: {error}") from error
+        if (fork_adapter := self.fork_adapter_folder) is not None:
+            try:
+                check_adapter_folder(fork_adapter)
+            except ConfigError as error:
+                raise ConfigError(f"fork_adapter: {error}") from error
         for adapter in self.adapters:
             try:
                 check_name(adapter.folder, ())

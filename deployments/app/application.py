@@ -87,14 +87,13 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
         settings["output_interval_s"] = model.coalesce_s
     if model.adapters:
         adapters = [{"name": each.name, "path": each.folder} for each in model.adapters]
-        # By default vLLM runs one adapter per step, so that requests to others would wait. Its
-        # kernels for CPUs give the last place to requests without an adapter, so it must stay
-        # empty: vLLM's pull request 48421.
-        places = len(adapters) + (not on_gpu)
-        lora = {"enable_lora": True, "max_loras": places, "lora_modules": adapters}
+        # By default vLLM runs one adapter per step, so that requests to others would wait.
+        lora = {"enable_lora": True, "max_loras": len(adapters), "lora_modules": adapters}
         arguments = lora | arguments
         given = {each.name: each.forks for each in model.adapters if each.forks is not None}
         settings |= {"adapters": given} if given else {}
+    if (adapter := model.fork_adapter_folder) is not None:
+        settings["fork_adapter"] = str(adapter)
     if (marks := model.parallel_format) is not None:
         settings["parallel_format"] = marks.model_dump(mode="json", exclude_defaults=True)
     if (chain := model.prompt_chain) is not None:

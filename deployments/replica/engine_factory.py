@@ -1,14 +1,13 @@
 """Build the engine of a replica, and vLLM's HTTP application on top of it."""
 
 import functools
-import json
 import logging
 from argparse import Action, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -17,7 +16,9 @@ from starlette.routing import Route
 from vllm import AsyncEngineArgs, envs
 from vllm.exceptions import VLLMError, VLLMValidationError
 
+from apar_core.checkpoint_folder import ADAPTER_CONFIG
 from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
+from apar_core.engine.fork_adapter import lora_rank
 from apar_core.engine.input_processor import forks
 from apar_core.errors import CheckpointError
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
@@ -25,7 +26,6 @@ from apar_core.vllm_names import (
     DetokenizeRequest,
     FlexibleArgumentParser,
     LoRAModulePath,
-    MaxLoRARanks,
     PrometheusStatLogger,
     ResponsesRequest,
     TokenizeChatRequest,
@@ -132,19 +132,11 @@ def _parsed(name: str, value: Any, *, default: Any) -> Any:
 
 
 def _rank_for(adapters: Sequence[LoRAModulePath], default: int) -> int:
-    """Return the smallest rank that vLLM can allocate for these adapters.
-
-    It is `default` if one of them is not a folder on this machine.
-    """
-    ranks = [8]
-    for adapter in adapters:
-        path = Path(adapter.path) / "adapter_config.json"
-        if not path.is_file():
-            return default
-        config = json.loads(path.read_text())
-        ranks += [config.get("r", 1), *config.get("rank_pattern", {}).values()]
-    # vLLM itself refuses an adapter above the largest.
-    return next((rank for rank in get_args(MaxLoRARanks) if rank >= max(ranks)), max(ranks))
+    """Return the rank for these adapters, or `default` if one is not a folder on this machine."""
+    folders = [Path(adapter.path) for adapter in adapters]
+    if not all((folder / ADAPTER_CONFIG).is_file() for folder in folders):
+        return default
+    return lora_rank(folders)
 
 
 class StatLogger(PrometheusStatLogger):

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from apar_core.errors import CheckpointError, RequestError
 from apar_core.formats.control_tokens import (
@@ -18,6 +18,7 @@ from apar_core.formats.control_tokens import (
     find_control_tokens,
     refuse_control_tokens,
 )
+from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.decoders.interface import (
     DecodedAnswer,
     DecodeLimits,
@@ -221,8 +222,8 @@ def load_decoder(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(model, str | Path):
-        tokenizer = tokenizer or _load(AutoTokenizer, model)
-        model = _load(AutoModelForCausalLM, model, dtype=dtype or "auto")
+        tokenizer = tokenizer or load_tokenizer(model)
+        model = _load(load_causal_model, model, dtype=dtype or "auto")
     if tokenizer is None:
         raise CheckpointError("tokenizer must be given with a loaded model")
     loaded: Any = model
@@ -252,7 +253,7 @@ def load_decoder(
 
 def load_tokenizer(name: str | Path) -> Any:
     """Return a checkpoint's tokenizer. Raises CheckpointError if it cannot be loaded."""
-    return _load(AutoTokenizer, name)
+    return _load(AutoTokenizer.from_pretrained, name)
 
 
 def build_decoder(
@@ -305,9 +306,9 @@ def build_decoder(
     )
 
 
-def _load(loader: Any, name: str | Path, **arguments: Any) -> Any:
+def _load(load: Callable[..., Any], name: str | Path, **arguments: Any) -> Any:
     try:
-        return loader.from_pretrained(str(name), **arguments)
+        return load(str(name), **arguments)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot load model {str(name)!r}: {error}") from error
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.data.records import count_forks, flat_text
 from apar_core.offline.data.tiny_corpus.combinations import FORKING_KINDS, KINDS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
@@ -321,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_prompts=options.prompts, seed=options.seed, stream=options.stream
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model: Any = load_causal_model(options.model, dtype=torch.float32).eval()
     decoder = TransformersThreadDecoder(model, tree_tokens(tokenizer), tokenizer.pad_token_id)
     report = check_forks(settings, tokenizer, decoder)
     console = Console()

@@ -13,10 +13,10 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM
 
 from apar_core.errors import EvaluationError
 from apar_core.formats.control_tokens import find_control_tokens
+from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.decoders.load import ThreadDecoder, load_decoder, load_tokenizer
 from apar_core.offline.decoders.pass_times import (
     MEASURED_TOKENS,
@@ -59,7 +59,7 @@ def run_passes(settings: PassSettings, folder: Path) -> Report:
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
+        loaded: Any = load_causal_model(settings.model, dtype=dtype)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise EvaluationError(f"no model in {settings.model!r}: {reason}") from error

@@ -17,10 +17,10 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM
 
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.decoders.interface import DecodeLimits
 from apar_core.offline.decoders.pass_times import (
     PASSES_FILE,
@@ -111,9 +111,7 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
     questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
     text = load_text(settings.model)
     device = choose_device(settings.device)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        settings.model, dtype=choose_dtype(settings.dtype, device)
-    )
+    loaded: Any = load_causal_model(settings.model, dtype=choose_dtype(settings.dtype, device))
     model = loaded.to(device).eval()
     prompts, medusa = read_table(settings.prompt_tokens), read_table(settings.medusa_heads)
     ensemble = load_prompt_tokens(settings.prompt_tokens).settings.ensemble

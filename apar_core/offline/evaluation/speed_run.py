@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from apar_core.errors import EvaluationError, RequestError
+from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.data.records import ParagraphRecord, chain, token_tree
 from apar_core.offline.data.structure import extract_tree
 from apar_core.offline.decoders.interface import (
@@ -253,7 +254,7 @@ def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
 
 def _checkpoint(name_or_path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+        model: Any = load_causal_model(name_or_path, dtype=dtype)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise EvaluationError(f"no model in {name_or_path!r}: {reason}") from error

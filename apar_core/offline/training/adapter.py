@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from apar_core.file_modes import share_weights
 
-ADAPTER = "adapter"
-"""Folder of the adapter inside the folder of its base model."""
 _ADAPTER_NAME = "default"
 _FACTORS = (".lora_A.", ".lora_B.")
 

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils.hub import cached_file
 
+from apar_core.checkpoint_folder import ADAPTER_FOLDER
 from apar_core.errors import TrainingError
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.offline.data.example_file import example_files, read_examples
 from apar_core.offline.data.records import ExampleRecord, count_forks
-from apar_core.offline.training.adapter import ADAPTER, save_adapter
+from apar_core.offline.training.adapter import save_adapter
 from apar_core.offline.training.example_encoder import EncodingCounts, ExampleEncoder
 from apar_core.offline.training.pretrained import (
     add_control_tokens,
@@ -139,6 +141,8 @@ def fine_tune(
     training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
     collator = TreeCollator.for_model(model, pad_token_id(tokenizer))
     plan = plan_rows(training, validation, recipe, arguments.world_size, collator.multiple)
+    # The Trainer does so too late for the first weights of adapters.
+    torch.manual_seed(recipe.seed)
     trained = model if recipe.lora is None else adapted(model, recipe.lora, control)
     prepare_weights(trained)
     trainer = TreeTrainer(
@@ -231,7 +235,7 @@ def _save(trainer: TreeTrainer, tokenizer: PreTrainedTokenizerBase, out: Path) -
     if isinstance(model, PeftModel):
         lora = trainer.recipe.lora
         if lora is not None and not lora.merge:
-            save_adapter(model, out / ADAPTER)
+            save_adapter(model, out / ADAPTER_FOLDER)
             model = model.unload()
         else:
             model = model.merge_and_unload()

@@ -30,6 +30,7 @@ from apar_core.formats.control_tokens import (
     TreeTokens,
     find_control_tokens,
 )
+from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.recipe import TrainingRecipe
 from apar_core.offline.training.tree_forward import FLEX, SDPA, limited_attention
@@ -90,7 +91,7 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device) -> P
                     config, dtype=torch.float32, attn_implementation=attention
                 )
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = load_causal_model(
                 name_or_path,
                 dtype=dtype,
                 attn_implementation=attention,

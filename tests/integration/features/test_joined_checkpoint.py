@@ -168,8 +168,6 @@ def test_an_unmerged_adapter_joins_as_the_merged_model_beside_its_base(tmp_path:
         max_model_len=2048,
         enable_lora=True,
         max_lora_rank=8,
-        # vLLM's kernels for CPUs give the last place to requests without an adapter.
-        max_loras=2,
     )
     try:
         texts, state = engine.call(answer_with_adapter, prompts, str(tmp_path / "adapter"))

@@ -104,8 +104,6 @@ def test_an_unmerged_adapter_answers_like_the_merged_model_beside_its_base(
         again=True,
         enable_lora=True,
         max_lora_rank=8,
-        # vLLM's kernels for CPUs give the last place to requests without an adapter.
-        max_loras=2,
         additional_config={"apar": {"enabled": False, "adapters": {"adapter": True}}},
     )
 
@@ -125,8 +123,68 @@ def test_an_unmerged_adapter_answers_like_the_merged_model_beside_its_base(
     assert state["free_blocks"] == state["kv_blocks"]
 
 
+@dataclass(frozen=True)
+class Limited:
+    """Answers to the questions: those that may fork, and two kinds of those that may not."""
+
+    forked: list[str]
+    unforked: list[str]
+    constrained: list[str]
+    num_forks: int
+
+
+CHOICES = ("Tune the guitar every day.", "Never tune it.")
+
+
+def limited(engine: OfflineEngine) -> Limited:
+    """Ask everything at once. Runs in the engine's process."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": 200}
+    constraint = {"structured_outputs": StructuredOutputsParams(choice=list(CHOICES))}
+    kinds = (plain, plain | {"extra_args": {"apar_enabled": False}}, plain | constraint)
+    prompts: list[Any] = [engine.chat_prompt(question) for question in QUESTIONS]
+    found = engine.generate(prompts * len(kinds), [each for each in kinds for _ in prompts])
+    texts = [answer.text for answer in found]
+    records = [answer.record for answer in found]
+    number = len(prompts)
+    return Limited(
+        texts[:number],
+        texts[number : 2 * number],
+        texts[2 * number :],
+        sum(record.statistics.forks for record in records if record is not None),
+    )
+
+
+def test_only_requests_that_may_fork_are_answered_with_the_fork_adapter(adapter: Adapter) -> None:
+    expected, _ = asked(adapter.merged, None)
+    base_alone, _ = asked(adapter.base, None, additional_config={"apar": {"enabled": False}})
+    engine = EngineProcess(
+        model=str(adapter.base),
+        additional_config={"apar": {"fork_adapter": str(adapter.adapter)}},
+    )
+    try:
+        found = engine.call(limited)
+        again = engine.call(limited)
+    finally:
+        engine.close()
+
+    assert found.forked == [each.text for each in expected]
+    assert found.unforked == [each.text for each in base_alone]
+    assert set(found.constrained) <= set(CHOICES)
+    assert found.num_forks == sum(each.forks for each in expected) >= 8
+    # From the prefix cache, which must keep the two apart.
+    assert again == found
+
+
+def test_a_fork_adapter_that_is_not_there_is_named(adapter: Adapter, tmp_path: Path) -> None:
+    settings = {"apar": {"fork_adapter": str(tmp_path)}}
+    with pytest.raises(Exception, match=f"apar.fork_adapter: {tmp_path} has no adapter_config"):
+        EngineProcess(model=str(adapter.base), additional_config=settings)
+
+
 def test_family_attention_changes_no_answer_of_an_adapter_or_its_base(adapter: Adapter) -> None:
-    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
     apar: dict[str, Any] = {"enabled": False, "adapters": {"adapter": True}}
     adapters = [None, str(adapter.adapter)]
     expected, _ = asked(adapter.base, *adapters, **lora, additional_config={"apar": apar})

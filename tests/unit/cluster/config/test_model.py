@@ -1,17 +1,22 @@
 """Models, presets and fork limits."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 from apar_core.scheduler.fork_settings import ForkSettings
 from cluster.config.autoscaling import AutoscalingConfig
 from cluster.config.files import ConfigError
 from cluster.config.model import (
     MAX_THREADS,
+    PRESETS,
+    AdapterConfig,
     ForkLimits,
     ModelConfig,
     PromptChainConfig,
@@ -212,6 +217,38 @@ def test_a_missing_folder_of_prompt_tokens_is_named(tmp_path: Path) -> None:
 def test_a_format_that_cannot_be_served_is_refused(value: object, message: str) -> None:
     with pytest.raises(ValidationError, match=re.compile(message, re.DOTALL)):
         ModelConfig.model_validate({"parallel_format": value})
+
+
+def checkpoint_with_adapter(folder: Path) -> Path:
+    shutil.copytree(PRESETS["apar-tiny"].path, folder / "model")
+    adapter = folder / "model" / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    save_file({"a": torch.zeros(1)}, adapter / "adapter_model.safetensors")
+    return folder / "model"
+
+
+def test_the_adapter_in_a_checkpoint_answers_requests_that_may_fork(tmp_path: Path) -> None:
+    folder = checkpoint_with_adapter(tmp_path)
+    adapter = folder / "adapter"
+    model = ModelConfig(checkpoint=str(folder))
+
+    model.check_checkpoint()
+    assert model.fork_adapter_folder == adapter
+    assert ModelConfig(checkpoint="apar-tiny").fork_adapter_folder is None
+    assert ModelConfig(checkpoint=str(folder), fork_adapter="none").fork_adapter_folder is None
+    elsewhere = ModelConfig(checkpoint="apar-tiny", fork_adapter=str(adapter))
+    assert elsewhere.fork_adapter_folder == adapter
+    # Whoever serves the adapter under a name of its own keeps the base as it is.
+    named = AdapterConfig(name="forking", path=str(adapter))
+    assert ModelConfig(checkpoint=str(folder), adapters=(named,)).fork_adapter_folder is None
+
+
+def test_a_folder_that_is_no_fork_adapter_is_named(tmp_path: Path) -> None:
+    model = ModelConfig(checkpoint="apar-tiny", fork_adapter=str(tmp_path))
+
+    with pytest.raises(ConfigError, match=f"fork_adapter: {tmp_path} is no LoRA adapter"):
+        model.check_checkpoint()
 
 
 def test_thresholds_of_families_need_family_attention() -> None:

@@ -17,7 +17,7 @@ from apar_core.engine.replay import REPLAY
 from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.scheduler.fork_settings import fork_settings
 from cluster.config import ClusterConfig
-from cluster.config.model import PRESETS, ForkLimits, ModelConfig, PromptChainConfig
+from cluster.config.model import PRESETS, AdapterConfig, ForkLimits, ModelConfig, PromptChainConfig
 from cluster.local_ray import APPLICATION_FLAGS
 from deployments.app import application
 from deployments.app.application import (
@@ -216,6 +216,16 @@ def test_fork_limits_of_a_model_reach_its_engine() -> None:
 
     read = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
     assert (read.enabled, read.max_threads, read.max_forks) == (True, 4, 9)
+
+
+def test_a_fork_adapter_reaches_its_engine_beside_others(tmp_path: Path) -> None:
+    other = AdapterConfig(name="other", path=str(tmp_path / "other"))
+    model = ModelConfig(fork_adapter=str(tmp_path), adapters=(other,))
+
+    arguments = engine_arguments(model, on_gpu=False)
+
+    assert arguments["additional_config"]["apar"]["fork_adapter"] == str(tmp_path)
+    assert [each["name"] for each in arguments["lora_modules"]] == ["other"]
 
 
 @pytest.mark.parametrize(

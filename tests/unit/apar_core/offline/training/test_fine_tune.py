@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import (
 
 from apar_core.errors import DataError, TrainingError
 from apar_core.formats.control_tokens import find_control_tokens
+from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.training import pretrained
@@ -219,6 +220,25 @@ def test_adapters_are_merged_and_only_control_rows_of_the_embeddings_learn(
         if "proj" in name and not torch.equal(before[name].bfloat16(), after[name])
     ]  # fmt: skip
     assert len(changed) == 7
+
+
+def test_transformers_gets_the_model_merged_with_the_adapter_in_its_folder(
+    tmp_path: Path, tied: bool
+) -> None:
+    at = place(tmp_path, tied=tied)
+    at.train(lora=LoraSettings(rank=2, alpha=4, merge=False))
+    merged = replace(at, out=tmp_path / "merged")
+    merged.train(lora=LoraSettings(rank=2, alpha=4))
+
+    found = load_causal_model(at.out, dtype=torch.float32).state_dict()
+
+    expected = weights_of(merged.out)
+    assert expected.keys() <= found.keys()
+    for name, weight in expected.items():
+        # Both round to bfloat16 once, the base before and the merged model after the sum.
+        torch.testing.assert_close(found[name], weight.float(), rtol=2e-2, atol=2e-3)
+    base = weights_of(at.out)
+    assert any(not found[name].equal(weight.float()) for name, weight in base.items())
 
 
 @pytest.mark.parametrize(
