@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from apar_core.checkpoint_folder import ADAPTER_CONFIG, adapter_in
 
@@ -58,3 +59,14 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> None:
             change = change.T
         weight = module.weight
         weight.copy_((weight.float() + change.to(weight.device)).to(weight.dtype))
+
+
+def count_parameters(name_or_path: str | Path) -> int:
+    """Return the number of a model's parameters; only its configuration is read.
+
+    Raises OSError and ValueError as transformers does.
+    """
+    config = AutoConfig.from_pretrained(str(name_or_path))
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())

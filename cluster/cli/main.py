@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli import config, keys
+from cluster.cli.convert import convert
 from cluster.cli.data import data
 from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
@@ -28,10 +29,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    serve, rollout, monitor, plan, simulate, generate, train, train_medusa, train_prompts,
+    serve, rollout, monitor, plan, simulate, generate, convert, train, train_medusa, train_prompts,
     train_tiny, doctor,
 ):  # fmt: skip
-    needs_options = command in (generate, simulate, train, train_medusa, train_prompts)
+    needs_options = command in (generate, simulate, convert, train, train_medusa, train_prompts)
     app.command(no_args_is_help=needs_options)(command)
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(experiment, name="experiment")

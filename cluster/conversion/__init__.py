@@ -1,0 +1,1 @@
+"""`apar convert`: a model learns to fork from its own answers, by one command after another."""

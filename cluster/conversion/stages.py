@@ -1,0 +1,212 @@
+"""The stages of a conversion, each a command that can be run by itself."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+
+from apar_core.errors import AparError
+
+CHATS, DATA, MODEL, EVALUATION = "chats", "data", "model", "evaluation"
+"""Folders of the stages inside that of the conversion."""
+RECIPE_FILE = "recipe.yaml"
+_RECORD_FILE = "stages.json"
+_ENDING_S = 20.0
+"""Time in which an interrupted command may write what it has."""
+
+
+class ConversionSettings(BaseModel):
+    """What a conversion is made from; an interrupted one continues with the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    parallel_format: Literal["apar", "threadweaver"] = "apar"
+    chats: tuple[Path, ...] = ()
+    prompts: Path | None = None
+    questions: PositiveInt | None = None
+    hold_out: PositiveInt = 200
+    max_tokens: PositiveInt = 512
+    context_length: PositiveInt = 2048
+    chat_template: Path | None = None
+    evaluated: PositiveInt = 100
+    seed: int = 0
+
+    def facts(self) -> dict[str, str]:
+        """Return what must not change when the conversion is continued."""
+        return {name: str(value) for name, value in self.model_dump(exclude={"evaluated"}).items()}
+
+
+class Stage(BaseModel):
+    """A command of a conversion, without `apar`; `launcher` starts it on several GPUs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    title: str
+    arguments: tuple[str, ...]
+    launcher: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """The command as a user types it."""
+        return shlex.join([*self.launcher, "apar", *self.arguments])
+
+    @property
+    def command(self) -> list[str]:
+        """The command in this environment."""
+        if self.launcher:
+            launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher[2:]]
+            return [*launcher, str(Path(sys.executable).with_name("apar")), *self.arguments]
+        return [sys.executable, "-m", "cluster.cli.main", *self.arguments]
+
+
+class StageRecord(BaseModel):
+    """How long a stage has taken, all its runs together (seconds), and whether it has ended."""
+
+    seconds: NonNegativeFloat = 0.0
+    is_done: bool = False
+
+
+class StageFailedError(AparError):
+    """A command of a conversion ended with an error, which it has printed."""
+
+
+def planned_stages(
+    settings: ConversionSettings, out: Path, *, num_gpus: int = 0
+) -> tuple[Stage, ...]:
+    """Return the stages of a conversion in `out`, in order."""
+    model, seed = settings.model, ("--seed", str(settings.seed))
+    template: tuple[str, ...] = ()
+    if settings.chat_template is not None:
+        template = ("--chat-template", str(settings.chat_template))
+    chats = settings.chats or (out / CHATS / "chats.jsonl",)
+    stages = []
+    if not settings.chats:
+        asked: list[str] = []
+        if settings.questions is not None:
+            asked += ["--questions", str(settings.questions)]
+        if settings.prompts is not None:
+            asked += ["--prompts", str(settings.prompts)]
+        arguments = (
+            *("data", "generate", "--model", model, *asked),
+            *("--max-tokens", str(settings.max_tokens), *template, *seed),
+            *("--out", str(out / CHATS)),
+        )
+        stages.append(Stage(name="generate", title="questions and answers", arguments=arguments))
+    # All examples are kept: the recipe draws among them.
+    prepared = (
+        *("data", "prepare", *map(str, chats), "--model", model),
+        *("--context-length", str(settings.context_length), "--hold-out", str(settings.hold_out)),
+        *("--structured", "0", "--unstructured", "0", "--overwrite", *template, *seed),
+        *("--out", str(out / DATA)),
+    )
+    trained = (
+        *("train", "--model", model, "--data", str(out / DATA)),
+        *("--recipe", str(out / RECIPE_FILE), "--format", settings.parallel_format, *template),
+        *("--out", str(out / MODEL)),
+    )
+    evaluated = (
+        *("evaluate", "forks", "--model", str(out / MODEL), "--base", model),
+        *("--prompts", str(out / DATA / "held_out.jsonl"), "--answers", str(settings.evaluated)),
+        *("--max-tokens", str(settings.max_tokens), *seed, "--out", str(out / EVALUATION)),
+    )
+    launcher = (
+        ("accelerate", "launch", "--multi_gpu", "--num_processes", str(num_gpus), "--no_python")
+        if num_gpus > 1
+        else ()
+    )
+    stages += [
+        Stage(name="prepare", title="training trees", arguments=prepared),
+        Stage(name="train", title="adapter", arguments=trained, launcher=launcher),
+        Stage(name="evaluate", title="evaluation", arguments=evaluated),
+    ]
+    return tuple(stages)
+
+
+class StageRecords:
+    """The records of a conversion's stages, in a file of its folder."""
+
+    def __init__(self, out: Path) -> None:
+        self._file = out / _RECORD_FILE
+        self._records: dict[str, StageRecord] = {}
+        if self._file.is_file():
+            content = json.loads(self._file.read_text(encoding="utf-8"))
+            self._records = {name: StageRecord(**record) for name, record in content.items()}
+
+    def __getitem__(self, name: str) -> StageRecord:
+        return self._records.get(name, StageRecord())
+
+    def add(self, name: str, seconds: float, *, is_done: bool) -> None:
+        """Count a run of a stage."""
+        total = self[name].seconds + seconds
+        self._records[name] = StageRecord(seconds=total, is_done=is_done)
+        content = {name: record.model_dump() for name, record in self._records.items()}
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self._file)
+
+    def by_stage(self) -> dict[str, float]:
+        """Return how long each stage has taken (seconds)."""
+        return {name: record.seconds for name, record in self._records.items()}
+
+    @property
+    def seconds(self) -> float:
+        """How long all stages have taken."""
+        return sum(self.by_stage().values())
+
+
+def run_stages(
+    stages: Sequence[Stage], out: Path, announce: Callable[[int, Stage, StageRecord], None]
+) -> StageRecords:
+    """Run the stages that have not ended yet; return the records of all.
+
+    Raises StageFailedError.
+    """
+    records = StageRecords(out)
+    for number, stage in enumerate(stages, start=1):
+        announce(number, stage, records[stage.name])
+        if records[stage.name].is_done:
+            continue
+        started_s = time.monotonic()
+        exit_code = 1
+        try:
+            exit_code = _run([*stage.command, *_resumption(stage, out)])
+        finally:
+            records.add(stage.name, time.monotonic() - started_s, is_done=exit_code == 0)
+        if exit_code != 0:
+            raise StageFailedError(
+                f"stage {stage.name} ended with exit code {exit_code}; the same `apar convert` "
+                f"continues there, and so does the stage by itself: {stage.shown}"
+            )
+    return records
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run a command and return its exit code. An interruption waits for it to end."""
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            # A terminal has interrupted it as well.
+            for end in (process.terminate, process.kill):
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_ENDING_S)
+                    break
+                end()
+            raise
+
+
+def _resumption(stage: Stage, out: Path) -> Sequence[str]:
+    """Return what continues an interrupted training; other stages find out by themselves."""
+    checkpoints = (out / MODEL).glob("checkpoints/checkpoint-*/trainer_state.json")
+    return ("--resume",) if stage.name == "train" and any(checkpoints) else ()
