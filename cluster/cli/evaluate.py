@@ -310,8 +310,8 @@ def ppd(
     from apar_core.offline.evaluation.ppd import run_ppd
     from apar_core.offline.evaluation.ppd_measurements import PpdSettings
 
-    path = model_path(model)
     with clear_errors():
+        path = model_path(model)
         if (prompt_tokens is None or medusa_heads is None) and Path(path) != checkpoint_path():
             raise EvaluationError(f"{model} needs --prompt-tokens and --medusa-heads")
         settings = PpdSettings(
@@ -517,15 +517,16 @@ def fetch(
     They come from FastChat's repositories at a fixed commit; checksums are verified. Example:
     [bold]apar evaluate fetch[/bold]
     """
+    from apar_core.cache import cache_folder
     from apar_core.offline.evaluation.prompt_sets import (
         BENCHMARK_FILES,
+        BENCHMARK_FOLDER,
         FASTCHAT_URLS,
         BenchmarkFile,
-        cache_folder,
         fetch_benchmark_files,
     )
 
-    folder = out if out is not None else cache_folder()
+    folder = out if out is not None else cache_folder(BENCHMARK_FOLDER)
     bars = Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(),

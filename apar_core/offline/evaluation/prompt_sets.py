@@ -8,7 +8,6 @@ checksum only, so the branch can serve as a fallback if the short commit name do
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from apar_core.cache import cache_folder
 from apar_core.errors import EvaluationError
 from apar_core.json_lines import read_lines
 from apar_core.offline.data.records import ChatMessage
@@ -26,6 +26,8 @@ FASTCHAT_URLS = tuple(
     f"https://raw.githubusercontent.com/lm-sys/FastChat/{revision}/fastchat/llm_judge/data"
     for revision in ("0e6d3e4b", "main")
 )
+BENCHMARK_FOLDER = "fastchat"
+"""Name of the cache folder of the files."""
 _TIMEOUT_S = 30.0
 
 
@@ -70,12 +72,6 @@ ShowBytes = Callable[[BenchmarkFile, int], None]
 """Called with a file and the number of bytes received since the last call."""
 
 
-def cache_folder() -> Path:
-    """Return the folder of downloaded files, in XDG_CACHE_HOME or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "apar-serve" / "fastchat"
-
-
 def fetch_benchmark_files(
     folder: Path,
     *,
@@ -108,7 +104,7 @@ def find_benchmark_file(name: str, folder: Path | None) -> Path:
     `name` is a path of BENCHMARK_FILES; references may also be stored as
     `BENCH/reference_gpt-4.jsonl`. Raises EvaluationError if the file does not exist.
     """
-    home = folder if folder is not None else cache_folder()
+    home = folder if folder is not None else cache_folder(BENCHMARK_FOLDER)
     for candidate in (home / name, home / name.replace("reference_answer/", "reference_")):
         if candidate.is_file():
             return candidate
