@@ -55,7 +55,7 @@ class EngineError(AparError):
 
 
 class CheckpointError(AparError):
-    """A checkpoint cannot be served: refuse to start."""
+    """A checkpoint cannot be served, fetched or converted."""
 
 
 class TreeError(AparError):

