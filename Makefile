@@ -36,7 +36,8 @@ COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --univer
 help: ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
 
-venv: $(SERVE_INSTALLED) ## Set up .venv, or .venv-gpu, with everything pinned (CPU: about 4 GB)
+venv: $(SERVE_INSTALLED) ## Set up .venv, or .venv-gpu, with everything pinned (CPU: about 4 GB), and fetch smollm2-135m
+	$(SERVE_VENV)/bin/apar fetch || echo "Set up without smollm2-135m. To fetch it later: $(SERVE_VENV)/bin/apar fetch" >&2
 
 serve: $(SERVE_INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
 	$(SERVE_VENV)/bin/apar serve

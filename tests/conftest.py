@@ -1,6 +1,6 @@
 """Environment of all tests, and the order in which they run.
 
-No test reaches another machine, and the tests share its cores.
+No test but one of the slow ones reaches another machine, and the tests share its cores.
 """
 
 import gc

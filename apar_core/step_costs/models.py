@@ -11,6 +11,7 @@ from typing import Any
 
 from apar_core.errors import StepCostsError
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.models.smollm2 import FETCHED
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 _HEADER_LENGTH_BYTES = 8
@@ -144,8 +145,10 @@ def find_model(name_or_path: str, dtype: str | None = None) -> ModelSize:
     name = _ALIASES.get(name_or_path, name_or_path)
     if name in _CONFIGS:
         return model_of_config(name_or_path, _CONFIGS[name], dtype, "its config.json")
-    path = checkpoint_path() if name == "apar-tiny" else name
-    file = _config_file(Path(path).expanduser(), str(path))
+    folders = {"apar-tiny": checkpoint_path()} | {
+        name: each.folder for name, each in FETCHED.items()
+    }
+    file = _config_file(folders.get(name, Path(name).expanduser()), name)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -171,8 +174,9 @@ def _config_file(path: Path, name: str) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     raise StepCostsError(
-        f"no model {name!r} on this machine: give a known one (apar-tiny, {', '.join(MODELS)}), a "
-        "checkpoint's folder, or a config.json"
+        f"no model {name!r} on this machine: give a known one (apar-tiny, {', '.join(MODELS)}), "
+        f"one that `apar fetch` has fetched ({', '.join(FETCHED)}), a checkpoint's folder, or a "
+        "config.json"
     )
 
 

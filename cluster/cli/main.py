@@ -13,6 +13,7 @@ from cluster.cli.data import data
 from cluster.cli.doctor import doctor
 from cluster.cli.evaluate import evaluate
 from cluster.cli.experiment import experiment
+from cluster.cli.fetch import fetch
 from cluster.cli.generate import generate
 from cluster.cli.loadtest import loadtest
 from cluster.cli.monitor import monitor
@@ -30,7 +31,7 @@ app = typer.Typer(
 )
 for command in (
     serve, rollout, monitor, plan, simulate, generate, convert, train, train_medusa, train_prompts,
-    train_tiny, doctor,
+    train_tiny, fetch, doctor,
 ):  # fmt: skip
     needs_options = command in (generate, simulate, convert, train, train_medusa, train_prompts)
     app.command(no_args_is_help=needs_options)(command)

@@ -19,7 +19,7 @@ from rich.progress import TextColumn
 
 from cluster.cli.options import Model, Recipe, Resume, Seed, out_option
 from cluster.cli.terminal import clear_errors, step_bars
-from cluster.config.model import ModelConfig
+from cluster.config.model import model_path
 
 if TYPE_CHECKING:
     from apar_core.offline.speculation.acceptance import AcceptanceTable
@@ -71,7 +71,7 @@ def train(
 
         with step_progress(console, "training", settings.num_steps) as show:
             result = fine_tune(
-                ModelConfig(checkpoint=model).preset.path, data, out, settings,
+                model_path(model), data, out, settings,
                 chat_template=chat_template, resume=resume, on_step=show,
             )  # fmt: skip
     console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
@@ -150,7 +150,7 @@ def _train_beside(
             settings = settings.model_copy(update={"num_steps": steps})
         with step_progress(console, f"training {trained.name}", settings.num_steps) as show:
             result = train_beside(
-                trained, ModelConfig(checkpoint=model).preset.path, data, out, settings,
+                trained, model_path(model), data, out, settings,
                 measure=measure_and_write, resume=resume, on_step=show,
             )  # fmt: skip
     console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)

@@ -21,6 +21,7 @@ from pydantic import (
 
 from apar_core.checkpoint_folder import adapter_in
 from apar_core.formats.resolved_format import FormatSetting
+from apar_core.models.smollm2 import SMOLLM2, FetchedModel
 from cluster.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
 from cluster.config.checkpoint_files import (
     check_adapter_folder,
@@ -60,17 +61,34 @@ _MODELS = Path(__file__).resolve().parents[2] / "apar_core" / "models"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model known by name: its path and the limits that suit it.
+    """A model known by name: its checkpoint and the settings that suit it.
 
-    `is_embedded`: a small model that is part of this package, which needs little memory.
+    `cpu_threads` is None for an equal share of the cores. `is_small`: takes float32 on CPUs that
+    are slow with bfloat16, and little KV cache for a single answer.
 
     Source of the large models' concurrency limits: APAR (arXiv 2401.06761), section 4.3.
     """
 
-    path: str
+    checkpoint: str | FetchedModel
     max_concurrency: int
     engine: dict[str, Any] = field(default_factory=dict)
-    is_embedded: bool = False
+    kv_cache_gib: float = 4.0
+    cpu_threads: int | None = None
+    is_small: bool = False
+
+    @property
+    def path(self) -> str:
+        """The folder of the checkpoint, or its name on the Hugging Face hub."""
+        if isinstance(self.checkpoint, FetchedModel):
+            return str(self.checkpoint.folder)
+        return self.checkpoint
+
+    def check_fetched(self) -> None:
+        """Raise ConfigError if the model is one of `apar fetch` and was not fetched yet."""
+        if isinstance(self.checkpoint, FetchedModel) and not self.checkpoint.folder.is_dir():
+            raise ConfigError(
+                f"{self.checkpoint.name} is not on this machine yet ({self.path}); run `apar fetch`"
+            )
 
 
 # The released checkpoints are fine-tuned Vicuna models. Checkpoints of that time have no template.
@@ -78,22 +96,29 @@ _VICUNA = {
     "max_model_len": 2048,
     "chat_template": str(_MODELS.parent / "offline" / "training" / "vicuna_template.jinja"),
 }
+
+
+def _embedded(folder: str) -> Preset:
+    return Preset(
+        str(_MODELS / folder),
+        max_concurrency=64,
+        # Compiling would take longer than most trials with these models.
+        engine={"enforce_eager": True},
+        kv_cache_gib=0.25,
+        # A second thread gains a model this small nothing, and whenever another program takes its
+        # core, the first one waits for it (docs/raw/2026-11-23-cpu-threads.txt).
+        cpu_threads=1,
+        is_small=True,
+    )
+
+
 PRESETS = {
-    # Compiling would take longer than most trials with this model.
-    "apar-tiny": Preset(
-        path=str(_MODELS / "apar_tiny"),
-        max_concurrency=64,
-        engine={"enforce_eager": True},
-        is_embedded=True,
-    ),
-    "apar-tiny-threadweaver": Preset(
-        path=str(_MODELS / "apar_tiny_threadweaver"),
-        max_concurrency=64,
-        engine={"enforce_eager": True},
-        is_embedded=True,
-    ),
-    "apar-7b": Preset(path="THUDM/apar-7b", max_concurrency=350, engine=_VICUNA),
-    "apar-13b": Preset(path="THUDM/apar-13b", max_concurrency=180, engine=_VICUNA),
+    "apar-tiny": _embedded("apar_tiny"),
+    "apar-tiny-threadweaver": _embedded("apar_tiny_threadweaver"),
+    # 23 kB of KV cache a token.
+    SMOLLM2.name: Preset(SMOLLM2, max_concurrency=64, kv_cache_gib=1.0, is_small=True),
+    "apar-7b": Preset("THUDM/apar-7b", max_concurrency=350, engine=_VICUNA),
+    "apar-13b": Preset("THUDM/apar-13b", max_concurrency=180, engine=_VICUNA),
 }
 
 
@@ -111,10 +136,20 @@ def multiplies_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
     return True
 
 
+def preset_of(name: str) -> Preset:
+    """Return the named preset, or a default one for a folder or Hugging Face name."""
+    path = str(Path(name).expanduser()) if name.startswith("~") else name
+    return PRESETS.get(name) or Preset(path, DEFAULT_MAX_CONCURRENCY)
+
+
 def model_path(name: str) -> str:
-    """Return the checkpoint of a preset; folders and Hugging Face names stay as they are."""
-    preset = PRESETS.get(name)
-    return name if preset is None else preset.path
+    """Return the checkpoint of a preset; folders and Hugging Face names are their own.
+
+    Raises ConfigError if the checkpoint must be fetched first.
+    """
+    preset = preset_of(name)
+    preset.check_fetched()
+    return preset.path
 
 
 class ForkLimits(BaseModel):
@@ -304,7 +339,7 @@ class ModelConfig(BaseModel):
     kv_cache_gib: PositiveFloat | None = Field(
         None,
         description="KV cache of a replica on CPU (GiB); by default 0.25 for apar-tiny and "
-        "apar-tiny-threadweaver, else 4.",
+        "apar-tiny-threadweaver, 1 for smollm2-135m, else 4.",
     )
     cpu_threads: PositiveInt | None = Field(
         None,
@@ -425,9 +460,7 @@ class ModelConfig(BaseModel):
     @property
     def preset(self) -> Preset:
         """The named preset, or a default one for another checkpoint."""
-        given = self.checkpoint
-        path = str(Path(given).expanduser()) if given.startswith("~") else given
-        return PRESETS.get(given) or Preset(path, DEFAULT_MAX_CONCURRENCY)
+        return preset_of(self.checkpoint)
 
     @property
     def fork_adapter_folder(self) -> Path | None:
@@ -447,6 +480,7 @@ class ModelConfig(BaseModel):
         path = Path(self.preset.path)
         try:
             check_name(self.checkpoint, list(PRESETS))
+            self.preset.check_fetched()
             if path.is_dir():
                 load_format = self.engine.get("load_format", "auto")
                 check_checkpoint_folder(
@@ -524,8 +558,7 @@ class ModelConfig(BaseModel):
     @property
     def kv_cache_bytes(self) -> int:
         """Size of a replica's KV cache on CPU."""
-        default_gib = 0.25 if self.preset.is_embedded else 4.0
-        return int((self.kv_cache_gib or default_gib) * 2**30)
+        return int((self.kv_cache_gib or self.preset.kv_cache_gib) * 2**30)
 
     @property
     def gpus_in_ray(self) -> float:

