@@ -27,10 +27,12 @@ _ALIGNMENT_BYTES = 32
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 # Types of tensors: the values of a block, and its layout.
-_F32 = (1, np.dtype("<f4"))
-_Q4_1 = (32, np.dtype([("scale", "<f2", 1), ("least", "<f2", 1), ("nibbles", "u1", 16)]))
-_Q8_0 = (32, np.dtype([("scale", "<f2", 1), ("bytes", "i1", 32)]))
-_LAYOUTS = {0: _F32, 3: _Q4_1, 8: _Q8_0}
+_F32, _Q4_1, _Q8_0 = 0, 3, 8
+_LAYOUTS = {
+    _F32: (1, np.dtype("<f4")),
+    _Q4_1: (32, np.dtype([("scale", "<f2", 1), ("least", "<f2", 1), ("nibbles", "u1", 16)])),
+    _Q8_0: (32, np.dtype([("scale", "<f2", 1), ("numbers", "i1", 32)])),
+}
 _CONTROL_TOKEN = 3
 # Names in the file and in the checkpoint. Those of layers follow `blk.N.` and `model.layers.N.`.
 _TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
@@ -145,16 +147,15 @@ class _Gguf:
         start = self._data_at + tensor.offset_bytes
         blocks = np.frombuffer(self._content, layout, num_blocks, start)
         values: NDArray[np.float32]
-        if layout is _F32[1]:
+        if tensor.kind == _F32:
             values = blocks
+        elif tensor.kind == _Q8_0:
+            values = blocks["scale"].astype(np.float32) * blocks["numbers"]
         else:
-            scale = blocks["scale"].astype(np.float32)
-            if layout is _Q8_0[1]:
-                values = scale * blocks["bytes"]
-            else:
-                # The low halves of the bytes come first.
-                halves = [blocks["nibbles"] & 15, blocks["nibbles"] >> 4]
-                values = scale * np.hstack(halves) + blocks["least"].astype(np.float32)
+            # The low halves of the bytes come first.
+            numbers = np.hstack([blocks["nibbles"] & 15, blocks["nibbles"] >> 4])
+            values = blocks["scale"].astype(np.float32) * numbers
+            values += blocks["least"].astype(np.float32)
         return values.reshape(tensor.shape)
 
 

