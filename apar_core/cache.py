@@ -9,4 +9,4 @@ from pathlib import Path
 def cache_folder(name: str) -> Path:
     """Return the folder of this name below `apar-serve` in XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "apar-serve" / name
+    return Path(home).absolute() / "apar-serve" / name

@@ -71,7 +71,12 @@ def test_threads_are_never_fewer_than_requests() -> None:
 
 @pytest.mark.parametrize(
     ("values", "num_bytes"),
-    [({}, 2**28), ({"checkpoint": "apar-7b"}, 4 * 2**30), ({"kv_cache_gib": 0.5}, 2**29)],
+    [
+        ({}, 2**28),
+        ({"checkpoint": "smollm2-135m"}, 2**30),
+        ({"checkpoint": "apar-7b"}, 4 * 2**30),
+        ({"kv_cache_gib": 0.5}, 2**29),
+    ],
 )
 def test_kv_cache_on_cpu(values: dict[str, Any], num_bytes: int) -> None:
     assert ModelConfig(**values).kv_cache_bytes == num_bytes

@@ -262,10 +262,14 @@ def test_replicas_on_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 
     large = ModelConfig(checkpoint="org/model")
     environment = replica_environment(large, on_gpu=False, num_replicas=3)
+    small = replica_environment(
+        ModelConfig(checkpoint="smollm2-135m"), on_gpu=False, num_replicas=3
+    )
     tiny = replica_environment(ModelConfig(), on_gpu=False, num_replicas=3)
     chosen = replica_environment(ModelConfig(cpu_threads=3), on_gpu=False, num_replicas=3)
 
     assert environment["OMP_NUM_THREADS"] == "4"
+    assert small["OMP_NUM_THREADS"] == "4"
     assert tiny["OMP_NUM_THREADS"] == "1"
     assert chosen["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -329,12 +333,14 @@ def test_family_attention_and_its_thresholds_reach_the_engine() -> None:
     assert arguments == plain
 
 
-def test_embedded_models_use_float32_where_bfloat16_is_slow(
+def test_small_models_use_float32_where_bfloat16_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(application, "multiplies_bfloat16", lambda: False)
 
     assert engine_arguments(ModelConfig(), on_gpu=False)["dtype"] == "float32"
+    fetched = ModelConfig(checkpoint="smollm2-135m")
+    assert engine_arguments(fetched, on_gpu=False)["dtype"] == "float32"
     mine = ModelConfig(engine={"dtype": "bfloat16"})
     assert engine_arguments(mine, on_gpu=False)["dtype"] == "bfloat16"
     assert "dtype" not in engine_arguments(ModelConfig(), on_gpu=True)
