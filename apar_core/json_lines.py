@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -58,3 +60,36 @@ def append_line(path: Path, line: BaseModel) -> None:
         file.write(line.model_dump_json() + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+class LineWriter:
+    """Appends many lines to a file, and syncs them to disk about once a second.
+
+    Use it as a context manager. `read_finished_lines` reads the file after an interruption.
+    """
+
+    def __init__(self, path: Path, interval_s: float = 1.0) -> None:
+        self._path = path
+        self._interval_s = interval_s
+        self._synced_at = time.monotonic()
+
+    def __enter__(self) -> LineWriter:
+        self._file: IO[str] = self._path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._sync()
+        self._file.close()
+
+    def append(self, line: BaseModel) -> None:
+        """Append a line."""
+        self._file.write(line.model_dump_json() + "\n")
+        if time.monotonic() - self._synced_at >= self._interval_s:
+            self._sync()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._synced_at = time.monotonic()

@@ -58,8 +58,8 @@ Cell = str | float | None
 class ShowProgress(Protocol):
     """Progress display of a run's stages; implemented by the command line."""
 
-    def start(self, stage: str, total: int) -> Callable[[], None]:
-        """Begin a stage of `total` steps; return the function to call after each step."""
+    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
+        """Begin a stage of `total` steps, `done` of them earlier; return what each step calls."""
 
 
 @dataclass(frozen=True, slots=True)

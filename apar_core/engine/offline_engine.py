@@ -111,34 +111,52 @@ class OfflineEngine:
         self,
         prompts: Sequence[Any],
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        *,
-        show_progress: bool = False,
     ) -> list[Answer]:
         """Return the answers to vLLM prompts (texts or token ids), in order.
 
         `sampling` are arguments of vLLM's `SamplingParams`, for all prompts or for each. With n > 1
         the answers to a prompt are adjacent and share one record.
         """
+        finished = sorted(self.stream(prompts, sampling), key=lambda each: each[0])
+        return [answer for _, answers in finished for answer in answers]
+
+    def stream(
+        self,
+        prompts: Sequence[Any],
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """Yield the index and the answers of each prompt as soon as it is finished.
+
+        The arguments are those of `generate`. The engine runs while the caller iterates; whatever
+        is unfinished when it stops is aborted.
+        """
         from vllm import SamplingParams
 
         if sampling is None or isinstance(sampling, Mapping):
             sampling = [sampling or {}] * len(prompts)
         params = [SamplingParams(**arguments) for arguments in sampling]
-        outputs = self.llm.generate(list(prompts), params, use_tqdm=show_progress)
+        ids = self.llm.enqueue(list(prompts), params, use_tqdm=False)
+        # Outputs have the number that vLLM counts; the ids returned here have a random suffix.
+        indices = {name.partition("-")[0]: index for index, name in enumerate(ids)}
         records = self._engine.output_processor.records
-        answers: list[Answer] = []
-        for output in outputs:
-            record = records.take(output.request_id)
-            answers.extend(
-                Answer(
-                    text=completion.text,
-                    token_ids=tuple(completion.token_ids),
-                    finish_reason=str(completion.finish_reason),
-                    record=record,
-                )
-                for completion in output.outputs
-            )
-        return answers
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if output.finished:
+                        record = records.take(output.request_id)
+                        answers = [
+                            Answer(
+                                text=completion.text,
+                                token_ids=tuple(completion.token_ids),
+                                finish_reason=str(completion.finish_reason),
+                                record=record,
+                            )
+                            for completion in output.outputs
+                        ]
+                        yield indices.pop(output.request_id), answers
+        finally:
+            if indices:
+                self._engine.abort_request(list(indices))
 
     def shutdown(self) -> None:
         """Shut the engine down and free its memory."""

@@ -1,10 +1,10 @@
-"""`apar data`: turns chats into training examples with forks."""
+"""`apar data`: generates chats, and turns chats into training examples with forks."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,22 +19,39 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from cluster.cli.options import MODEL_HELP, Seed, out_option
-from cluster.cli.terminal import clear_errors
-from cluster.config.model import model_path
+from apar_core.errors import DataError
+from cluster.cli.evaluate import endpoint_settings
+from cluster.cli.options import (
+    MODEL_HELP,
+    RESUMABLE,
+    Concurrency,
+    ModelName,
+    Retries,
+    Seed,
+    TargetKeyEnv,
+    finite,
+    out_option,
+)
+from cluster.cli.terminal import Rate, clear_errors, fail, stage_progress
+from cluster.config.model import PRESETS, ModelConfig, model_path
 
 if TYPE_CHECKING:
+    from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.offline.data.prepare import PreparationReport, PreparationSettings
+    from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
+    from apar_core.offline.generation.generate import GenerationReport, TextCounts
     from apar_core.offline.training.example_encoder import ContextFit
 
-data = typer.Typer(no_args_is_help=True, help="Turn chats into training examples with forks.")
+data = typer.Typer(
+    no_args_is_help=True, help="Generate chats, and turn chats into training examples with forks."
+)
 
 INTERRUPTED_EXIT_CODE = 130
-
-
-@data.callback()
-def _data() -> None:
-    """Turn chats into training examples with forks."""
+DEFAULT_NUM_QUESTIONS = 3000
+_DEFAULT_MODEL = "smollm2-135m"
+# More rows at once gain nothing on a CPU, and each of them needs KV cache.
+_CPU_ROWS = 128
+_EXAMPLE_WIDTH = 60
 
 
 @data.command(no_args_is_help=True)
@@ -255,3 +272,200 @@ def _print_report(report: PreparationReport, out: Path) -> bool:
             soft_wrap=True,
         )
     return not damaged
+
+
+@data.command()
+def generate(
+    out: Annotated[Path, out_option("data-generate", help=RESUMABLE)],
+    model: Annotated[
+        str | None, typer.Option(help=f"{MODEL_HELP} By default {_DEFAULT_MODEL}.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Questions instead of sampled ones: chats, prompts or traces as JSON lines or an "
+            "array, or a .txt file with one per line.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of questions to answer.",
+            show_default=f"{DEFAULT_NUM_QUESTIONS}; with --prompts all",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            help="System message before sampled questions, which steers what is asked. Answers "
+            "are generated without it."
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Base URL (with /v1) of a server that answers instead of --model."),
+    ] = None,
+    model_name: ModelName = None,
+    target_key_env: TargetKeyEnv = "APAR_API_KEY",
+    concurrency: Concurrency = 32,
+    retries: Retries = 5,
+    max_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Limit on tokens per answer; longer answers are left out."),
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Temperature of the answers.", callback=finite)
+    ] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Nucleus of the answers.")
+    ] = 0.9,
+    question_temperature: Annotated[
+        float, typer.Option(min=0.0, help="Temperature of sampled questions.", callback=finite)
+    ] = 1.0,
+    question_top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Nucleus of sampled questions.")
+    ] = 0.95,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            help="Jinja chat template (default: the model's).", exists=True, dir_okay=False
+        ),
+    ] = None,
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="KV cache on a CPU (GiB).",
+            show_default="4; 0.25 for apar-tiny",
+        ),
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Let a model ask itself questions and answer them, as training data of its own.
+
+    The model continues its chat template's text before a user's message (Magpie, arXiv 2406.08464).
+    Fragments, duplicates, repetition and answers that were cut are left out. Writes chats.jsonl for
+    `apar data prepare`, questions.jsonl for --prompts of other commands, and report.json with the
+    reasons. Examples:
+
+    [bold]apar data generate --model HuggingFaceTB/SmolLM2-135M-Instruct --out out/chats[/bold]
+
+    [bold]apar data generate --prompts questions.jsonl --target http://127.0.0.1:8000/v1
+    --model-name my-model --out out/chats[/bold]
+    """
+    # Importing transformers takes seconds, and `apar --help` must be fast.
+    from apar_core.offline.generation.generate import GenerationSettings, generate_chats
+
+    try:
+        with clear_errors(), stage_progress(Rate()) as progress:
+            endpoint = _endpoint(target, model_name, target_key_env, concurrency, retries)
+            chosen = _generating_model(model, is_needed=prompts is None or endpoint is None)
+            if system is not None and prompts is not None:
+                raise DataError("--system steers sampled questions; --prompts gives other ones")
+            wanted = DEFAULT_NUM_QUESTIONS if questions is None and prompts is None else questions
+            configured = None if chosen is None else ModelConfig(checkpoint=chosen)
+            template = None if configured is None else configured.preset.engine.get("chat_template")
+            settings = GenerationSettings(
+                model=None if configured is None else configured.preset.path,
+                model_name=configured.public_name if configured else str(model_name),
+                chat_template=chat_template or (None if template is None else Path(template)),
+                prompts=prompts,
+                num_questions=wanted,
+                system=system,
+                question_temperature=question_temperature,
+                question_top_p=question_top_p,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=max_tokens,
+                seed=seed,
+            )
+
+            def start(context_length: int) -> OfflineEngine:
+                return _start_generator(str(chosen), context_length, kv_cache_gib)
+
+            report = generate_chats(settings, out, start, progress, endpoint)
+    except KeyboardInterrupt as error:
+        typer.echo(
+            f"Interrupted; the same command with --out {out} continues the run.", err=True
+        )
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
+    _print_generated(report, out)
+
+
+def _generating_model(model: str | None, *, is_needed: bool) -> str | None:
+    """Return the model that generates in this process, or None."""
+    if model is not None or not is_needed:
+        return model
+    if _DEFAULT_MODEL not in PRESETS:
+        raise DataError("no model: give --model, or --prompts with --target")
+    return _DEFAULT_MODEL
+
+
+def _endpoint(
+    target: str | None, model_name: str | None, key_env: str, concurrency: int, retries: int
+) -> EndpointSettings | None:
+    if target is None and model_name is not None:
+        raise DataError(f"--model-name {model_name} needs --target")
+    if target is None:
+        return None
+    if model_name is None:
+        raise DataError(f"--target {target} also needs --model-name")
+    return endpoint_settings(target, model_name, key_env, concurrency, retries)
+
+
+def _start_generator(
+    model: str, context_length: int, kv_cache_gib: float | None
+) -> OfflineEngine:
+    """Start an engine that is set up for throughput."""
+    import torch
+
+    from cluster.cli.generate import start_engine
+
+    arguments: dict[str, Any] = {"max_model_len": context_length}
+    if not torch.cuda.is_available():
+        settings = ModelConfig(checkpoint=model, kv_cache_gib=kv_cache_gib)
+        arguments |= {
+            # Compiling takes longer than it saves in a run of thousands of answers.
+            "enforce_eager": True,
+            "max_num_seqs": _CPU_ROWS,
+            "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        }
+    try:
+        return start_engine(model, **arguments)
+    # vLLM reports unusable models with a ValueError.
+    except ValueError as error:
+        raise DataError(f"{model}: {error}") from error
+
+
+def _print_generated(report: GenerationReport, out: Path) -> None:
+    """Print what was generated, kept and rejected; exit with 1 if requests failed."""
+    console = Console()
+    for name, counts in (("questions", report.questions), ("answers", report.answers)):
+        console.print(_rejections(name, counts))
+    kinds = ", ".join(f"{kind} {count}" for kind, count in report.kinds.most_common())
+    console.print(f"kinds of the kept answers: {kinds or 'none'}", highlight=False)
+    console.print(
+        f"Written to [bold]{escape(str(out))}[/bold]. Next: apar data prepare "
+        f"{escape(str(out / 'chats.jsonl'))}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    if report.num_failed:
+        reasons = "\n".join(report.failures)
+        fail(
+            f"{report.num_failed} requests failed; run the same command again to continue:\n"
+            f"{reasons}"
+        )
+
+
+def _rejections(name: str, counts: TextCounts) -> Table:
+    table = Table(name, "number", "first example", title_justify="left")
+    table.add_row("generated", str(counts.generated), "")
+    table.add_row("kept", str(counts.kept), "")
+    for reason, rejection in sorted(counts.rejected.items(), key=lambda item: -item[1].count):
+        first = " ".join(rejection.examples[0].split())
+        table.add_row(reason, str(rejection.count), escape(first[:_EXAMPLE_WIDTH]))
+    return table

@@ -27,6 +27,7 @@ from cluster.cli.options import (
     PassTimes,
     Prompts,
     PromptTokens,
+    Retries,
     TargetKeyEnv,
     finite,
     list_option,
@@ -363,9 +364,7 @@ def quality(
     ] = "OPENAI_API_KEY",
     target_key_env: TargetKeyEnv = "APAR_API_KEY",
     concurrency: Concurrency = 8,
-    retries: Annotated[
-        int, typer.Option(min=0, help="Retries of a failed request, with backoff.")
-    ] = 5,
+    retries: Retries = 5,
     rating_attempts: Annotated[
         int, typer.Option(min=1, help="Requests for a judgment until it has a rating.")
     ] = 3,
@@ -423,14 +422,14 @@ def quality(
             prompts=prompts,
             questions=load_prompts(prompts, benchmark_files)[:answers],
             judge_prompts=load_judge_prompts(benchmark_files),
-            judge=_endpoint(judge, judge_model, judge_key_env, concurrency, retries).model_copy(
+            judge=endpoint_settings(judge, judge_model, judge_key_env, concurrency, retries).model_copy(
                 update={"token_limit_field": _token_field(judge_token_field)}
             ),
             folder=out,
             answer_files=answer_file or (),
             model=None
             if target is None or model_name is None
-            else _endpoint(target, model_name, target_key_env, concurrency, retries),
+            else endpoint_settings(target, model_name, target_key_env, concurrency, retries),
             max_answer_tokens=max_tokens,
             temperature=temperature,
             judgment=JudgmentRequest(
@@ -468,9 +467,13 @@ def _temperature(text: str) -> float | None:
     return temperature
 
 
-def _endpoint(
+def endpoint_settings(
     url: str, model: str, key_env: str, concurrency: int, retries: int
 ) -> EndpointSettings:
+    """Return the settings of an endpoint, with the key that an environment variable holds.
+
+    Raises EvaluationError if the URL is none.
+    """
     from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
 
     if not url.startswith(("http://", "https://")):

@@ -100,7 +100,7 @@ def _generate_by_engine(model: str, asked: _Asked) -> None:
         "extra_args": {"apar_enabled": asked.fork},
     }
     with Console(stderr=True).status(f"Starting {model} ..."):
-        engine = _start_engine(model)
+        engine = start_engine(model, enforce_eager=True)
     question = asked.prompt if asked.raw else engine.chat_prompt(asked.prompt)
     answer = engine.generate([question], sampling)[0]
     if not asked.show_threads:
@@ -119,19 +119,23 @@ def _generate_by_engine(model: str, asked: _Asked) -> None:
     engine.shutdown()
 
 
-def _start_engine(model: str) -> OfflineEngine:
+def start_engine(model: str, **engine_args: Any) -> OfflineEngine:
+    """Start the engine of a preset or checkpoint in this process.
+
+    `engine_args` override the preset's.
+    """
     path, settings = model_path(model), ModelConfig(checkpoint=model)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Importing vLLM takes seconds, and `apar --help` must be fast.
     from apar_core.engine.offline_engine import OfflineEngine
 
-    engine_args: dict[str, Any] = {**settings.preset.engine, "enforce_eager": True}
+    arguments: dict[str, Any] = dict(settings.preset.engine)
     if settings.preset.is_small:
-        engine_args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     if (adapter := settings.fork_adapter_folder) is not None:
-        engine_args["additional_config"] = {"apar": {"fork_adapter": str(adapter)}}
-    return OfflineEngine(path, **engine_args)
+        arguments["additional_config"] = {"apar": {"fork_adapter": str(adapter)}}
+    return OfflineEngine(path, **{**arguments, **engine_args})
 
 
 def _generate_by_decoder(

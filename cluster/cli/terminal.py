@@ -6,6 +6,7 @@ Progress is a bar on a terminal and plain lines elsewhere.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +22,13 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from apar_core.errors import AparError
 from apar_core.installation import missing_extra
@@ -84,34 +87,54 @@ class StageProgress:
         self._console = console
         self._bars = bars
 
-    def start(self, stage: str, total: int) -> Callable[[], None]:
-        """Begin a stage. Call the returned function once per step."""
+    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
+        """Begin a stage, or continue it after `done` steps. Call the returned function per step."""
         if not self._console.is_terminal:
-            return self._plain_lines(stage, total)
-        task = self._bars.add_task(stage, total=total)
+            return self._plain_lines(stage, total, done)
+        task = self._bars.add_task(stage, total=total, completed=done)
         return lambda: self._bars.advance(task)
 
-    def _plain_lines(self, stage: str, total: int) -> Callable[[], None]:
-        done, every = 0, max(1, total // _LINES_PER_STAGE)
+    def _plain_lines(self, stage: str, total: int, done: int) -> Callable[[], None]:
+        before, started_at = done, time.monotonic()
+        every = max(1, total // _LINES_PER_STAGE)
 
         def step() -> None:
             nonlocal done
             done += 1
             if done % every == 0 or done == total:
-                self._console.print(f"{stage}: {done} of {total}", highlight=False)
+                left_s = (time.monotonic() - started_at) / (done - before) * (total - done)
+                left = f", about {_rounded(left_s)} left" if left_s >= 1 else ""
+                self._console.print(f"{stage}: {done} of {total}{left}", highlight=False)
 
         return step
 
 
+class Rate(ProgressColumn):
+    """Steps per second of a bar."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate of the last seconds, or nothing before the second step."""
+        rate = task.finished_speed or task.speed
+        return Text("" if rate is None else f"{rate:.1f}/s", style="progress.data.speed")
+
+
+def _rounded(seconds: float) -> str:
+    """Return a duration of at least a second in whole seconds, minutes, or tenths of hours."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 @contextmanager
-def stage_progress() -> Iterator[StageProgress]:
+def stage_progress(*columns: ProgressColumn) -> Iterator[StageProgress]:
     """Show the stages of a run on standard error until the end of the block.
 
+    Bars have the given columns too.
     vLLM logs errors only, unless VLLM_LOGGING_LEVEL is set: its messages would break the bars.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console(stderr=True)
-    with step_bars(console) as bars:
+    with step_bars(console, *columns) as bars:
         yield StageProgress(console, bars)
 
 

@@ -43,11 +43,16 @@ class RequestFailedError(EvaluationError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Answer to a chat and its token counts."""
+    """Answer to a chat and its token counts.
+
+    `thought` is what a server with a reasoning parser returns apart from the text.
+    """
 
     text: str
     prompt_tokens: int
     completion_tokens: int
+    finish_reason: str = "stop"
+    thought: str = ""
 
 
 class ChatEndpoint:
@@ -77,8 +82,10 @@ class ChatEndpoint:
         *,
         max_tokens: int | None,
         temperature: float | None,
+        top_p: float | None = None,
+        seed: int | None = None,
     ) -> Completion:
-        """Return the model's answer to a chat. A limit or temperature of None is not sent.
+        """Return the model's answer to a chat. What is None is not sent.
 
         Raises RequestFailedError if this request fails, and EvaluationError if all others would
         fail too because address, key or model are wrong.
@@ -86,8 +93,8 @@ class ChatEndpoint:
         options: dict[str, Any] = {}
         if max_tokens is not None:
             options[self.settings.token_limit_field] = max_tokens
-        if temperature is not None:
-            options["temperature"] = temperature
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        options |= {name: value for name, value in sampling.items() if value is not None}
         try:
             async with self._free:
                 answer: Any = await self._client.chat.completions.create(
@@ -98,13 +105,18 @@ class ChatEndpoint:
         # The client raises ValueError for an answer that is not JSON.
         except (openai.APIError, ValueError) as error:
             raise self._failure(error) from error
-        if not getattr(answer, "choices", None) or answer.choices[0].message.content is None:
+        message = answer.choices[0].message if getattr(answer, "choices", None) else None
+        thought = _thought(message)
+        if message is None or (message.content is None and not thought):
             raise RequestFailedError(f"{self.settings.url}: the answer is not a chat completion")
         usage = answer.usage
         return Completion(
-            answer.choices[0].message.content,
+            # A thought that was cut off has no answer.
+            message.content or "",
             usage.prompt_tokens if usage else 0,
             usage.completion_tokens if usage else 0,
+            answer.choices[0].finish_reason or "stop",
+            thought,
         )
 
     def _failure(self, error: Exception) -> EvaluationError:
@@ -133,6 +145,15 @@ async def run_all(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
     except ExceptionGroup as group:
         known = group.subgroup(EvaluationError)
         raise (known or group).exceptions[0] from group
+
+
+def _thought(message: Any) -> str:
+    """Return the thought that vLLM (`reasoning`) or others (`reasoning_content`) send apart."""
+    for field in ("reasoning", "reasoning_content"):
+        thought = getattr(message, field, None)
+        if isinstance(thought, str) and thought:
+            return thought
+    return ""
 
 
 def _reason(error: Exception) -> str:

@@ -1,12 +1,13 @@
-"""What a chat template writes around an answer, found by rendering a short chat.
+"""What a chat template writes around an answer and a question, found by rendering a short chat.
 
 Training must learn what serving generates: the text from the end of the prompt to the token that
 ends the turn. The prompt is rendered with `add_generation_prompt` and no further arguments.
+A model that continues the text before a user's message writes a question (Magpie, arXiv 2406.08464).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from apar_core.offline.data.structure import (
 )
 
 _ANSWER = "Qxyz"
-_CHAT = (ChatMessage("user", "Zyxq"),)
+_QUESTION = "Zyxq"
+_CHAT = (ChatMessage("user", _QUESTION),)
 
 
 class ChatRefusedError(TrainingError):
@@ -109,16 +111,83 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int:
             )
         return int(tokenizer.eos_token_id)
     ending = _rendered(tokenizer)[1].rpartition(_ANSWER)[2]
-    added = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
-    added |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    ends = [text for text in added if text.strip() and ending.lstrip().startswith(text)]
-    if not ends:
+    end_id = _leading_token_id(ending, _added_tokens(tokenizer))
+    if end_id is None:
         raise TrainingError(
             f"the chat template writes {ending!r} after an assistant's turn, which does not start "
             "with a special or added token, so no token can end a thread: give a template whose "
             "turns end with such a token (--chat-template)"
         )
-    return int(added[max(ends, key=len)])
+    return end_id
+
+
+@dataclass(frozen=True, slots=True)
+class UserTurn:
+    """What a template writes around a user's message that begins a chat.
+
+    header: text up to the message, with the system message. It does not end with blanks, which
+        belong to the message's first token.
+    end_id: token that ends the message, or None.
+    end_text: text that ends the message if no token does, such as "ASSISTANT:"; else empty.
+    """
+
+    header: str
+    end_id: int | None
+    end_text: str
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> UserTurn:
+    """Return what the tokenizer's template writes around a user's message.
+
+    Raises TrainingError if a model could not tell from it where a message begins and ends, or if
+    the template does not write the system message.
+    """
+    chat = _CHAT if system is None else (ChatMessage("system", system), *_CHAT)
+    before, found, after = _render(tokenizer, chat, add_generation_prompt=True).partition(_QUESTION)
+    if not found:
+        raise TrainingError("the chat template does not write the user's message")
+    if system is not None and system.strip() not in before:
+        raise TrainingError("the chat template does not write the system message before the user's")
+    own_text = before if system is None else before.replace(system.strip(), "")
+    if not own_text.removeprefix(str(tokenizer.bos_token or "")).strip():
+        raise TrainingError(
+            "the chat template writes no text of its own before a user's message, so the model "
+            "cannot tell that a question begins there"
+        )
+    added = _added_tokens(tokenizer)
+    end_id = _leading_token_id(after, added)
+    end_text = "" if end_id is not None else _end_text(after, added)
+    if end_id is None and not end_text:
+        raise TrainingError(
+            "the chat template writes nothing between a user's message and the answer, so the "
+            "model cannot tell where a question ends"
+        )
+    return UserTurn(before.rstrip(" "), end_id, end_text)
+
+
+def _end_text(after: str, added: Mapping[str, int]) -> str:
+    """Return the first line of the text after a message, up to the first added token.
+
+    A line break before it counts, so that the text is found only where a line begins.
+    """
+    label = after.strip().partition("\n")[0]
+    starts = [at for token in added if (at := label.find(token)) > 0]
+    label = label[: min(starts, default=len(label))].rstrip()
+    blank = after[: len(after) - len(after.lstrip())]
+    return "\n" + label if label and "\n" in blank else label
+
+
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the special and added tokens that are not blank, with their ids."""
+    added = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
+    added |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {text: int(token_id) for text, token_id in added.items() if text.strip()}
+
+
+def _leading_token_id(text: str, added: Mapping[str, int]) -> int | None:
+    """Return the longest of the tokens with which a text begins after its whitespace, or None."""
+    starts = [token for token in added if text.lstrip().startswith(token)]
+    return added[max(starts, key=len)] if starts else None
 
 
 def chat_token_ids(

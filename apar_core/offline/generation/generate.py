@@ -1,0 +1,521 @@
+"""Questions and answers of a model itself, as training data (Magpie, arXiv 2406.08464).
+
+The model continues its chat template's text before a user's message, which gives a question, and
+answers it in a new chat. Everything generated goes to two logs, `sampled.jsonl` and `answers.jsonl`.
+Filters read the logs in the order of the questions' numbers, and each number has seeds of its own.
+So the chats do not depend on interruptions, as far as the engine is deterministic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from apar_core.errors import DataError, TrainingError
+from apar_core.formats.prompt_file import files_fingerprint
+from apar_core.json_lines import LineWriter, read_finished_lines
+from apar_core.offline.data.records import ChatMessage
+from apar_core.offline.data.structure import THOUGHT_CLOSING, THOUGHT_OPENING, extract_tree
+from apar_core.offline.evaluation.chat_endpoint import (
+    ChatEndpoint,
+    EndpointSettings,
+    RequestFailedError,
+    run_all,
+)
+from apar_core.offline.generation.filters import SeenQuestions, answer_fault, question_fault
+from apar_core.offline.generation.prompt_file import Prompt, read_prompts
+from apar_core.offline.training.chat_format import (
+    chat_format,
+    chat_token_ids,
+    turn_end_id,
+    user_turn,
+)
+from apar_core.offline.training.pretrained import load_tokenizer
+from apar_core.reporting import ShowProgress, claim_folder
+
+SAMPLED_FILE = "sampled.jsonl"
+ANSWERS_FILE = "answers.jsonl"
+QUESTIONS_FILE = "questions.jsonl"
+CHATS_FILE = "chats.jsonl"
+REPORT_FILE = "report.json"
+
+MAX_QUESTION_TOKENS = 256
+"""Longer texts are rarely questions."""
+MAX_PROMPT_TOKENS = 2048
+"""Room for a question with its system message and history, in the engine's context."""
+
+_TOO_LONG = "prompt too long"
+_MIN_KEPT_SHARE = 0.05
+_MIN_SAMPLED = 200
+_NUM_EXAMPLES = 5
+_EXAMPLE_CHARACTERS = 300
+
+
+class GenerationSettings(BaseModel):
+    """What a run generates. A run continues only with the same settings.
+
+    Only `num_questions` may differ: more questions extend a run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = Field(
+        description="Checkpoint folder or Hugging Face name; None if an endpoint answers given "
+        "questions."
+    )
+    model_name: str = Field(description="Name of the model in reports and ids.")
+    chat_template: Path | None = Field(None, description="Template instead of the model's own.")
+    prompts: Path | None = Field(None, description="File of questions; sampled if None.")
+    num_questions: PositiveInt | None = Field(3000, description="All of the file if None.")
+    system: str | None = Field(None, description="System message before sampled questions only.")
+    question_temperature: NonNegativeFloat = 1.0
+    question_top_p: float = Field(0.95, gt=0, le=1)
+    temperature: NonNegativeFloat = 0.7
+    top_p: float = Field(0.9, gt=0, le=1)
+    max_tokens: PositiveInt = Field(512, description="Limit on the tokens of an answer.")
+    seed: NonNegativeInt = 0
+
+
+class Generated(Protocol):
+    """Text that an engine generated."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str: ...
+
+
+class TextEngine(Protocol):
+    """Engine that generates many texts at once; `OfflineEngine` is one."""
+
+    def stream(
+        self, prompts: Sequence[Any], sampling: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[int, Sequence[Generated]]]:
+        """Yield the index and the text of each prompt as soon as it is finished."""
+
+    def shutdown(self) -> None:
+        """Free the engine's memory."""
+
+
+StartEngine = Callable[[int], TextEngine]
+"""Starts the model's engine with a context of so many tokens."""
+
+
+class LogLine(BaseModel):
+    """Generated text of one question's number."""
+
+    index: NonNegativeInt
+    text: str
+    finish_reason: str
+    num_tokens: NonNegativeInt
+
+
+class Rejection(BaseModel):
+    """How many texts a filter rejected, and the first of them."""
+
+    count: int = 0
+    examples: list[str] = []
+
+
+class TextCounts(BaseModel):
+    """Numbers of generated and kept texts, their tokens, and why the others were rejected."""
+
+    generated: int = 0
+    tokens: int = 0
+    kept: int = 0
+    rejected: dict[str, Rejection] = {}
+
+    def reject(self, reason: str, text: str) -> None:
+        """Count a rejected text."""
+        rejection = self.rejected.setdefault(reason, Rejection())
+        rejection.count += 1
+        if len(rejection.examples) < _NUM_EXAMPLES:
+            rejection.examples.append(text[:_EXAMPLE_CHARACTERS])
+
+
+class GenerationReport(BaseModel):
+    """Settings and counts of a run.
+
+    `kinds` counts the kept answers by what `apar data prepare` finds in them.
+    """
+
+    settings: dict[str, str]
+    questions: TextCounts
+    answers: TextCounts
+    kinds: Counter[str]
+    num_failed: int = Field(0, description="Requests to the endpoint that failed.")
+    failures: list[str] = Field([], description="Reasons of the first of them.")
+
+
+class KeptQuestion(NamedTuple):
+    """Question that passed the filters, with its number."""
+
+    index: int
+    prompt: Prompt
+
+
+def generate_chats(
+    settings: GenerationSettings,
+    out: Path,
+    start_engine: StartEngine,
+    progress: ShowProgress,
+    endpoint: EndpointSettings | None = None,
+) -> GenerationReport:
+    """Generate questions and answers, and write chats, questions and report to `out`.
+
+    The endpoint answers instead of the model, if given. The engine starts only if it is needed.
+    Raises DataError, EvaluationError or TrainingError if the run cannot start or continue.
+    """
+    texts = _ModelTexts(settings)
+    prompts = None if settings.prompts is None else read_prompts(settings.prompts)
+    if prompts is None:
+        # Refuses unusable templates before the engine starts.
+        texts.turn()
+    claimed = _claimed_settings(settings, endpoint)
+    claim_folder(out, claimed)
+    with ExitStack() as engines:
+
+        @cache
+        def engine() -> TextEngine:
+            started = start_engine(texts.context_length)
+            engines.callback(started.shutdown)
+            return started
+
+        if prompts is None:
+            questions, counts = _sampled_questions(settings, out, texts, engine, progress)
+        else:
+            questions, counts = _given_questions(prompts, settings.num_questions)
+        _write_lines(out / QUESTIONS_FILE, map(_question_line, questions))
+        answered = read_finished_lines(out / ANSWERS_FILE, LogLine)
+        done = {line.index for line in answered}
+        missing = [question for question in questions if question.index not in done]
+        failures: list[str] = []
+        if missing:
+            step = progress.start("answers", len(questions), len(questions) - len(missing))
+            with LineWriter(out / ANSWERS_FILE) as log:
+
+                def keep(line: LogLine) -> None:
+                    log.append(line)
+                    answered.append(line)
+                    step()
+
+                if endpoint is None:
+                    for line in texts.answers(engine(), missing):
+                        keep(line)
+                else:
+                    # A local engine is no longer needed.
+                    engines.close()
+                    failures = asyncio.run(_ask_endpoint(settings, endpoint, missing, keep))
+    report = GenerationReport(
+        settings=claimed,
+        questions=counts,
+        answers=TextCounts(),
+        kinds=Counter(),
+        num_failed=len(failures),
+        failures=failures[:_NUM_EXAMPLES],
+    )
+    _write_lines(out / CHATS_FILE, _chat_lines(settings, questions, answered, report))
+    _replace(out / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
+    return report
+
+
+class _ModelTexts:
+    """Prompts and sampling parameters of a model; its tokenizer is loaded when it is needed."""
+
+    def __init__(self, settings: GenerationSettings) -> None:
+        self._settings = settings
+        self.tokenizer = cache(
+            lambda: load_tokenizer(settings.model, settings.chat_template)
+        )  # type: Callable[[], PreTrainedTokenizerBase]
+        self.turn = cache(lambda: user_turn(self.tokenizer(), settings.system))
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest prompt with its answer, at most the model's positions."""
+        config = AutoConfig.from_pretrained(self._settings.model).get_text_config()
+        positions = getattr(config, "max_position_embeddings", None) or math.inf
+        return int(min(positions, MAX_PROMPT_TOKENS + self._settings.max_tokens))
+
+    def questions(self, engine: TextEngine, indices: Sequence[int]) -> Iterator[LogLine]:
+        """Sample the questions with these numbers, and yield them as they finish."""
+        settings, turn = self._settings, self.turn()
+        header = self.tokenizer()(turn.header, add_special_tokens=False)["input_ids"]
+        sampling = {
+            "temperature": settings.question_temperature,
+            "top_p": settings.question_top_p,
+            "max_tokens": MAX_QUESTION_TOKENS,
+            "stop_token_ids": [] if turn.end_id is None else [turn.end_id],
+            "stop": [turn.end_text] if turn.end_text else [],
+            # Markers of the template become visible to the filters.
+            "skip_special_tokens": False,
+            "extra_args": {"apar_enabled": False},
+        }
+        yield from _log_lines(
+            engine,
+            indices,
+            [{"prompt_token_ids": list(header)}] * len(indices),
+            [sampling | {"seed": _seed(settings.seed, "question", index)} for index in indices],
+        )
+
+    def answers(self, engine: TextEngine, questions: Sequence[KeptQuestion]) -> Iterator[LogLine]:
+        """Answer the questions, and yield the answers as they finish."""
+        settings, tokenizer = self._settings, self.tokenizer()
+        sampling: dict[str, Any] = {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_tokens": settings.max_tokens,
+            # Markers of thoughts are special tokens in some vocabularies.
+            "skip_special_tokens": False,
+        }
+        # Without such a token the model's own end of sequence counts.
+        with suppress(TrainingError):
+            sampling["stop_token_ids"] = [turn_end_id(tokenizer)]
+        opening = f"{THOUGHT_OPENING}\n" if chat_format(tokenizer).opens_thought else ""
+        longest = self.context_length - 1
+        indices: list[int] = []
+        prompts: list[dict[str, Any]] = []
+        for question in questions:
+            token_ids = chat_token_ids(question.prompt, tokenizer)
+            if len(token_ids) > longest:
+                yield LogLine(
+                    index=question.index, text="", finish_reason=_TOO_LONG, num_tokens=0
+                )
+                continue
+            indices.append(question.index)
+            prompts.append({"prompt_token_ids": token_ids})
+        each = [sampling | {"seed": _seed(settings.seed, "answer", index)} for index in indices]
+        for line in _log_lines(engine, indices, prompts, each):
+            yield line.model_copy(update={"text": opening + line.text}) if opening else line
+
+
+def _log_lines(
+    engine: TextEngine,
+    indices: Sequence[int],
+    prompts: Sequence[Any],
+    sampling: Sequence[Mapping[str, Any]],
+) -> Iterator[LogLine]:
+    for place, [generated] in engine.stream(prompts, sampling):
+        yield LogLine(
+            index=indices[place],
+            text=generated.text,
+            finish_reason=generated.finish_reason,
+            num_tokens=len(generated.token_ids),
+        )
+
+
+def _seed(seed: int, use: str, index: int) -> int:
+    """Return the seed of one text, of 31 bits: some servers accept no more."""
+    digest = hashlib.blake2b(f"{seed} {use} {index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def _sampled_questions(
+    settings: GenerationSettings,
+    out: Path,
+    texts: _ModelTexts,
+    engine: Callable[[], TextEngine],
+    progress: ShowProgress,
+) -> tuple[list[KeptQuestion], TextCounts]:
+    """Sample until enough questions pass the filters; return the first of them by number."""
+    wanted = settings.num_questions or 1
+    lines = {line.index: line for line in read_finished_lines(out / SAMPLED_FILE, LogLine)}
+    while True:
+        questions, counts = _filtered(lines, wanted)
+        if len(questions) == wanted:
+            return questions, counts
+        _check_yield(counts)
+        num_sampled = counts.generated
+        share = max(len(questions) / num_sampled, _MIN_KEPT_SHARE) if num_sampled else 0.7
+        until = num_sampled + math.ceil((wanted - len(questions)) / share * 1.05) + 4
+        # An interrupted run may have left out some numbers.
+        missing = [index for index in range(until) if index not in lines]
+        step = progress.start("questions", until, until - len(missing))
+        with LineWriter(out / SAMPLED_FILE) as log:
+            for line in texts.questions(engine(), missing):
+                log.append(line)
+                lines[line.index] = line
+                step()
+
+
+def _filtered(
+    lines: Mapping[int, LogLine], wanted: int
+) -> tuple[list[KeptQuestion], TextCounts]:
+    """Return the first `wanted` questions that pass the filters, up to the first missing number."""
+    counts = TextCounts()
+    seen = SeenQuestions()
+    kept: list[KeptQuestion] = []
+    index = 0
+    while len(kept) < wanted and (line := lines.get(index)) is not None:
+        text = line.text.strip()
+        counts.generated += 1
+        counts.tokens += line.num_tokens
+        fault = question_fault(text, is_cut=line.finish_reason == "length") or seen.fault(text)
+        if fault is None:
+            kept.append(KeptQuestion(index, (ChatMessage("user", text),)))
+        else:
+            counts.reject(fault, text)
+        index += 1
+    counts.kept = len(kept)
+    return kept, counts
+
+
+def _check_yield(counts: TextCounts) -> None:
+    if counts.generated < _MIN_SAMPLED or counts.kept >= _MIN_KEPT_SHARE * counts.generated:
+        return
+    most = sorted(counts.rejected.items(), key=lambda item: -item[1].count)[:3]
+    reasons = ", ".join(f"{reason}: {rejection.count}" for reason, rejection in most)
+    raise DataError(
+        f"only {counts.kept} of {counts.generated} sampled questions are usable ({reasons}), for "
+        f"example not {most[0][1].examples[0]!r:.120}: give questions with --prompts, or a model "
+        "that writes some behind its chat template's user header"
+    )
+
+
+def _given_questions(
+    prompts: Sequence[Prompt], wanted: int | None
+) -> tuple[list[KeptQuestion], TextCounts]:
+    """Return the first questions of a file, without repeated ones."""
+    counts = TextCounts(generated=len(prompts))
+    known: set[Prompt] = set()
+    kept: list[KeptQuestion] = []
+    for index, prompt in enumerate(prompts):
+        if prompt in known:
+            counts.reject("duplicate", prompt[-1].content)
+        elif wanted is None or len(kept) < wanted:
+            known.add(prompt)
+            kept.append(KeptQuestion(index, prompt))
+    counts.kept = len(kept)
+    return kept, counts
+
+
+async def _ask_endpoint(
+    settings: GenerationSettings,
+    endpoint: EndpointSettings,
+    questions: Sequence[KeptQuestion],
+    keep: Callable[[LogLine], None],
+) -> list[str]:
+    """Pass the answers to `keep` as they arrive; return why requests failed."""
+    failures: list[str] = []
+
+    async def ask(question: KeptQuestion) -> None:
+        try:
+            completion = await server.complete(
+                question.prompt,
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                seed=_seed(settings.seed, "answer", question.index),
+            )
+        except RequestFailedError as error:
+            failures.append(f"question {question.index}: {error}")
+            return
+        text = completion.text
+        if completion.thought:
+            text = f"{THOUGHT_OPENING}\n{completion.thought}\n{THOUGHT_CLOSING}\n\n{text}"
+        keep(
+            LogLine(
+                index=question.index,
+                # JSON can escape half of a surrogate pair, which no file can hold.
+                text=text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
+                finish_reason=completion.finish_reason,
+                num_tokens=completion.completion_tokens,
+            )
+        )
+
+    async with ChatEndpoint(endpoint) as server:
+        await run_all(ask(question) for question in questions)
+    return failures
+
+
+def _chat_lines(
+    settings: GenerationSettings,
+    questions: Sequence[KeptQuestion],
+    answered: Iterable[LogLine],
+    report: GenerationReport,
+) -> Iterator[dict[str, Any]]:
+    """Yield the chats whose answers pass the filters, and count all answers in the report."""
+    answers = {line.index: line for line in answered}
+    counts = report.answers
+    for question in questions:
+        line = answers.get(question.index)
+        if line is None:
+            continue
+        text = line.text.strip()
+        counts.generated += 1
+        counts.tokens += line.num_tokens
+        fault = (
+            _TOO_LONG
+            if line.finish_reason == _TOO_LONG
+            else answer_fault(text, is_cut=line.finish_reason == "length")
+        )
+        if fault is not None:
+            counts.reject(fault, text)
+            continue
+        counts.kept += 1
+        report.kinds[extract_tree(text).kind] += 1
+        messages = [*question.prompt, ChatMessage("assistant", text)]
+        yield {
+            "id": f"{settings.model_name}/{settings.seed}/{question.index}",
+            "messages": [message.as_dict() for message in messages],
+        }
+
+
+def _question_line(question: KeptQuestion) -> dict[str, Any]:
+    """Return a question as `--prompts` of evaluations reads it."""
+    line: dict[str, Any] = {
+        "question_id": str(question.index),
+        "prompt": question.prompt[-1].content,
+    }
+    if len(question.prompt) > 1:
+        line["history"] = [message.as_dict() for message in question.prompt[:-1]]
+    return line
+
+
+def _claimed_settings(
+    settings: GenerationSettings, endpoint: EndpointSettings | None
+) -> dict[str, str]:
+    """Return what a continued run must have in common with its start."""
+    chosen = settings.model_dump(exclude={"num_questions", "model"})
+    prompts = settings.prompts
+    if prompts is not None:
+        chosen["prompts"] = f"{prompts.name} with SHA-256 {_sha256(prompts)}"
+    if settings.chat_template is not None:
+        chosen["chat_template"] = _sha256(settings.chat_template)
+    chosen["weights"] = _fingerprint(settings.model)
+    if endpoint is not None:
+        chosen["answered_by"] = f"{endpoint.model} at {endpoint.url}"
+    return {name: str(value) for name, value in chosen.items() if value is not None}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _fingerprint(model: str) -> str:
+    """Return the fingerprint of a folder's weights; the name of a model elsewhere."""
+    files = sorted(Path(model).glob("*.safetensors"))
+    return files_fingerprint(files, tied=False) if files else model
+
+
+def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    _replace(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole, so that an interruption leaves the older one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
