@@ -1,8 +1,8 @@
 """What a chat template writes around an answer and a question, found by rendering a short chat.
 
 Training must learn what serving generates: the text from the end of the prompt to the token that
-ends the turn. The prompt is rendered with `add_generation_prompt` and no further arguments.
-A model that continues the text before a user's message writes a question (Magpie, arXiv 2406.08464).
+ends the turn. The prompt is rendered with `add_generation_prompt` and no further arguments. A model
+that continues the text before a user's message writes a question (Magpie, arXiv 2406.08464).
 """
 
 from __future__ import annotations

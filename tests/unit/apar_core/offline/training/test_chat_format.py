@@ -1,4 +1,4 @@
-"""Training text with the chat templates of four model families."""
+"""Training text and user headers with the chat templates of several model families."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from apar_core.errors import TrainingError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ChatMessage, ExampleRecord
 from apar_core.offline.data.structure import extract_tree
-from apar_core.offline.training.chat_format import chat_format, turn_end_id
+from apar_core.offline.training.chat_format import (
+    ChatRefusedError,
+    UserTurn,
+    chat_format,
+    turn_end_id,
+    user_turn,
+)
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices
-from apar_core.offline.training.pretrained import tree_tokens
+from apar_core.offline.training.pretrained import VICUNA_TEMPLATE, tree_tokens
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
 POINTS = "1. Tune: the guitar first.\n2. Play: as slowly as needed.\n3. Rest: for a short while."
@@ -202,3 +208,114 @@ def test_the_whitespace_before_an_answer_comes_from_the_template(
     )
 
     assert chat_format(tokenizer).lead == lead
+
+
+@pytest.mark.parametrize(
+    ("family", "header", "with_system", "end"),
+    [
+        (
+            LLAMA,
+            "<bos><|start_header_id|>user<|end_header_id|>\n\n",
+            "<bos><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\n",
+            "<|eot_id|>",
+        ),
+        (
+            QWEN,
+            "<|im_start|>user\n",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n",
+            "<|im_end|>",
+        ),
+        (
+            GEMMA,
+            "<bos><start_of_turn>user\n",
+            "<bos><start_of_turn>user\nBe brief.\n\n",
+            "<end_of_turn>",
+        ),
+        (DEEPSEEK, "<bos><｜User｜>", "<bos>Be brief.<｜User｜>", "<｜Assistant｜>"),  # noqa: RUF001
+    ],
+    ids=lambda value: value.template if isinstance(value, Family) else "",
+)
+def test_a_question_is_sampled_behind_the_user_header_up_to_the_token_of_the_template(
+    family: Family, header: str, with_system: str, end: str
+) -> None:
+    tokenizer = tokenizer_of(family)
+    end_id = tokenizer.convert_tokens_to_ids(end)
+
+    assert user_turn(tokenizer) == UserTurn(header, end_id, "")
+    assert user_turn(tokenizer, "Be brief.") == UserTurn(with_system, end_id, "")
+
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% elif m['role'] == 'assistant' %}"
+    "{{ ' ' + m['content'] + eos_token }}{% else %}"
+    "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+ALPACA = (
+    "{{ 'Below is a task.\n\n' }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '### Instruction:\n' + m['content'] + '\n\n' }}{% else %}"
+    "{{ '### Response:\n' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "header", "end_text"),
+    [
+        (
+            VICUNA_TEMPLATE.read_text(),
+            "<bos> A chat between a curious user and an artificial intelligence assistant. The "
+            "assistant gives helpful, detailed, and polite answers to the user's questions. USER:",
+            "ASSISTANT:",
+        ),
+        (MISTRAL, "<bos>[INST]", "[/INST]"),
+        (ALPACA, "Below is a task.\n\n### Instruction:\n", "\n### Response:"),
+    ],
+    ids=["vicuna", "mistral", "alpaca"],
+)
+def test_a_question_ends_at_the_text_behind_it_if_no_token_ends_it(
+    template: str, header: str, end_text: str
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+    tokenizer.chat_template = template
+
+    assert user_turn(tokenizer) == UserTurn(header, None, end_text)
+
+
+def test_a_text_that_is_a_token_in_the_vocabulary_ends_a_question_as_a_token() -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+    tokenizer.add_tokens(["[INST]", "[/INST]"], special_tokens=True)
+    tokenizer.chat_template = MISTRAL
+
+    turn = user_turn(tokenizer)
+
+    assert turn == UserTurn("<bos>[INST]", tokenizer.convert_tokens_to_ids("[/INST]"), "")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0]['content'] }}A:", "writes no text of its own before a user's message"),
+        ("{{ bos_token + messages[0]['content'] }}A:", "no text of its own before"),
+        ("Q: {{ messages[0]['content'] }}", "writes nothing between a user's message"),
+        ("Q: {{ messages | length }} A:", "does not write the user's message"),
+    ],
+)
+def test_a_template_that_does_not_mark_a_question_is_refused(template: str, words: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+    tokenizer.chat_template = template
+
+    with pytest.raises(TrainingError, match=words):
+        user_turn(tokenizer)
+
+
+def test_a_system_message_that_a_template_refuses_or_ignores_is_an_error() -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
+    tokenizer.chat_template = MISTRAL
+    with pytest.raises(ChatRefusedError, match="Only user and assistant roles"):
+        user_turn(tokenizer, "Be brief.")
+
+    tokenizer.chat_template = MISTRAL.replace("raise_exception(", "('' and ")
+    with pytest.raises(TrainingError, match="does not write the system message"):
+        user_turn(tokenizer, "Be brief.")
