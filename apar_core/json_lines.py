@@ -78,7 +78,10 @@ class LineWriter:
         return self
 
     def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _: TracebackType | None
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _: TracebackType | None,
     ) -> None:
         self._sync()
         self._file.close()

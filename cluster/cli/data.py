@@ -319,9 +319,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Temperature of the answers.", callback=finite)
     ] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Nucleus of the answers.")
-    ] = 0.9,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus of the answers.")] = 0.9,
     question_temperature: Annotated[
         float, typer.Option(min=0.0, help="Temperature of sampled questions.", callback=finite)
     ] = 1.0,
@@ -388,9 +386,7 @@ def generate(
 
             report = generate_chats(settings, out, start, progress, endpoint)
     except KeyboardInterrupt as error:
-        typer.echo(
-            f"Interrupted; the same command with --out {out} continues the run.", err=True
-        )
+        typer.echo(f"Interrupted; the same command with --out {out} continues the run.", err=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
     _print_generated(report, out)
 
@@ -416,9 +412,7 @@ def _endpoint(
     return endpoint_settings(target, model_name, key_env, concurrency, retries)
 
 
-def _start_generator(
-    model: str, context_length: int, kv_cache_gib: float | None
-) -> OfflineEngine:
+def _start_generator(model: str, context_length: int, kv_cache_gib: float | None) -> OfflineEngine:
     """Start an engine that is set up for throughput."""
     import torch
 

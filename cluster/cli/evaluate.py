@@ -422,9 +422,9 @@ def quality(
             prompts=prompts,
             questions=load_prompts(prompts, benchmark_files)[:answers],
             judge_prompts=load_judge_prompts(benchmark_files),
-            judge=endpoint_settings(judge, judge_model, judge_key_env, concurrency, retries).model_copy(
-                update={"token_limit_field": _token_field(judge_token_field)}
-            ),
+            judge=endpoint_settings(
+                judge, judge_model, judge_key_env, concurrency, retries
+            ).model_copy(update={"token_limit_field": _token_field(judge_token_field)}),
             folder=out,
             answer_files=answer_file or (),
             model=None

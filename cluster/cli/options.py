@@ -99,9 +99,7 @@ Metrics = Annotated[
     ),
 ]
 Concurrency = Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")]
-Retries = Annotated[
-    int, typer.Option(min=0, help="Retries of a failed request, with backoff.")
-]
+Retries = Annotated[int, typer.Option(min=0, help="Retries of a failed request, with backoff.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 

@@ -77,6 +77,7 @@ LAYERS = {
         "speculation": {"data", "training"},
         "decoders": {"speculation", "training"},
         "evaluation": {"data", "decoders", "speculation", "training"},
+        "generation": {"data", "evaluation", "training"},
     },
     "deployments": {
         "app": {"gateway", "relay", "replica", "routing", "tracing", "wire"},

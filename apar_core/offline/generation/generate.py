@@ -1,7 +1,7 @@
 """Questions and answers of a model itself, as training data (Magpie, arXiv 2406.08464).
 
 The model continues its chat template's text before a user's message, which gives a question, and
-answers it in a new chat. Everything generated goes to two logs, `sampled.jsonl` and `answers.jsonl`.
+answers it in a new chat. Everything generated is logged in `sampled.jsonl` and `answers.jsonl`.
 Filters read the logs in the order of the questions' numbers, and each number has seeds of its own.
 So the chats do not depend on interruptions, as far as the engine is deterministic.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from apar_core.errors import DataError, TrainingError
 from apar_core.formats.prompt_file import files_fingerprint
@@ -237,15 +237,19 @@ class _ModelTexts:
 
     def __init__(self, settings: GenerationSettings) -> None:
         self._settings = settings
-        self.tokenizer = cache(
-            lambda: load_tokenizer(settings.model, settings.chat_template)
-        )  # type: Callable[[], PreTrainedTokenizerBase]
+        self.tokenizer = cache(lambda: load_tokenizer(self._model, settings.chat_template))
         self.turn = cache(lambda: user_turn(self.tokenizer(), settings.system))
+
+    @property
+    def _model(self) -> str:
+        if self._settings.model is None:
+            raise DataError("questions can only be sampled, or answered here, with a model")
+        return self._settings.model
 
     @property
     def context_length(self) -> int:
         """Tokens of the longest prompt with its answer, at most the model's positions."""
-        config = AutoConfig.from_pretrained(self._settings.model).get_text_config()
+        config = AutoConfig.from_pretrained(self._model).get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or math.inf
         return int(min(positions, MAX_PROMPT_TOKENS + self._settings.max_tokens))
 
@@ -290,9 +294,7 @@ class _ModelTexts:
         for question in questions:
             token_ids = chat_token_ids(question.prompt, tokenizer)
             if len(token_ids) > longest:
-                yield LogLine(
-                    index=question.index, text="", finish_reason=_TOO_LONG, num_tokens=0
-                )
+                yield LogLine(index=question.index, text="", finish_reason=_TOO_LONG, num_tokens=0)
                 continue
             indices.append(question.index)
             prompts.append({"prompt_token_ids": token_ids})
@@ -350,9 +352,7 @@ def _sampled_questions(
                 step()
 
 
-def _filtered(
-    lines: Mapping[int, LogLine], wanted: int
-) -> tuple[list[KeptQuestion], TextCounts]:
+def _filtered(lines: Mapping[int, LogLine], wanted: int) -> tuple[list[KeptQuestion], TextCounts]:
     """Return the first `wanted` questions that pass the filters, up to the first missing number."""
     counts = TextCounts()
     seen = SeenQuestions()
@@ -494,7 +494,8 @@ def _claimed_settings(
         chosen["prompts"] = f"{prompts.name} with SHA-256 {_sha256(prompts)}"
     if settings.chat_template is not None:
         chosen["chat_template"] = _sha256(settings.chat_template)
-    chosen["weights"] = _fingerprint(settings.model)
+    if settings.model is not None:
+        chosen["weights"] = _fingerprint(settings.model)
     if endpoint is not None:
         chosen["answered_by"] = f"{endpoint.model} at {endpoint.url}"
     return {name: str(value) for name, value in chosen.items() if value is not None}
