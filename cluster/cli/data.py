@@ -319,12 +319,18 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Temperature of the answers.", callback=finite)
     ] = 0.7,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus of the answers.")] = 0.9,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0.01, max=1.0, help="Nucleus of the answers (top-p).", callback=finite),
+    ] = 0.9,
     question_temperature: Annotated[
         float, typer.Option(min=0.0, help="Temperature of sampled questions.", callback=finite)
     ] = 1.0,
     question_top_p: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Nucleus of sampled questions.")
+        float,
+        typer.Option(
+            min=0.01, max=1.0, help="Nucleus of sampled questions (top-p).", callback=finite
+        ),
     ] = 0.95,
     chat_template: Annotated[
         Path | None,
@@ -418,7 +424,7 @@ def _start_generator(model: str, context_length: int, kv_cache_gib: float | None
 
     from cluster.cli.generate import start_engine
 
-    arguments: dict[str, Any] = {"max_model_len": context_length}
+    arguments: dict[str, Any] = {"max_model_len": context_length, "use_tqdm_on_load": False}
     if not torch.cuda.is_available():
         settings = ModelConfig(checkpoint=model, kv_cache_gib=kv_cache_gib)
         arguments |= {
@@ -457,7 +463,7 @@ def _print_generated(report: GenerationReport, out: Path) -> None:
 
 def _rejections(name: str, counts: TextCounts) -> Table:
     table = Table(name, "number", "first example", title_justify="left")
-    table.add_row("generated", str(counts.generated), "")
+    table.add_row("in all", str(counts.generated), "")
     table.add_row("kept", str(counts.kept), "")
     for reason, rejection in sorted(counts.rejected.items(), key=lambda item: -item[1].count):
         first = " ".join(rejection.examples[0].split())

@@ -50,10 +50,32 @@ _CUT_ENDING = re.compile(
     r"was|were|your|my|our|their|his|her|its|between|about|into|than|because|if|but))\Z",
     re.IGNORECASE,
 )
+# Words of which an English text has some. Nothing is known about requests in other languages.
+_ENGLISH = frozenset(
+    "the of and to is are in a an that this it for with on by as at be will was were".split()  # noqa: SIM905
+)
+_MIN_ENGLISH_WORDS = 3
+_ADDRESSING = frozenset(
+    "i me my mine we us our you your please need want help looking".split()  # noqa: SIM905
+)
+_IMPERATIVES = frozenset(
+    "write give tell explain describe list create make suggest summarize summarise translate "  # noqa: SIM905
+    "find show compare provide generate develop design identify calculate compute convert help "
+    "edit classify analyze analyse discuss name outline draft compose prepare plan propose add "
+    "solve prove evaluate determine define rank choose imagine consider implement build use fix "
+    "extract complete improve correct check answer think select sort count let given rewrite "
+    "recommend".split()
+)
+_SENTENCE = re.compile(r"(?:^|[.!:\n])[^\w\n.!:]*(\w+)")
+_PLACEHOLDER = re.compile(
+    r"\[(?:your|my|the|insert|name|topic|company|date|city|country|product|subject|specific|"
+    r"number|location|industry|field|type)\b[^\[\]\n]{0,40}\](?!\()",
+    re.IGNORECASE,
+)
 _ANSWERING = re.compile(
     r"(?:sure|certainly|of course|absolutely|great question|here (?:is|are)\b|here's|"
     r"i'm sorry|i am sorry|sorry|i apologi[sz]e|as an ai|i'm an ai|i am an ai|"
-    r"thank you for|you're welcome|the answer is)",
+    r"thank you for|you're welcome|the answer is|that sounds)",
     re.IGNORECASE,
 )
 
@@ -80,9 +102,24 @@ def question_fault(text: str, *, is_cut: bool) -> str | None:
         return "begins in the middle"
     if _CUT_ENDING.search(text.rstrip(_CLOSING)):
         return "no ending"
+    if _PLACEHOLDER.search(text):
+        return "placeholder"
+    if _asks_nothing(text, [word.casefold() for word in words]):
+        return "asks nothing"
     if is_repetitive(text):
         return "repetition"
     return None
+
+
+def _asks_nothing(text: str, words: list[str]) -> bool:
+    """Return whether an English text neither asks, nor orders, nor speaks of the two who talk."""
+    known = set(words)
+    if "?" in text or known & _ADDRESSING:
+        return False
+    if sum(word in _ENGLISH for word in words) < _MIN_ENGLISH_WORDS:
+        return False
+    firsts = {match[1].casefold() for match in _SENTENCE.finditer(text)}
+    return not firsts & (_IMPERATIVES | _OPENERS)
 
 
 def answer_fault(text: str, *, is_cut: bool) -> str | None:

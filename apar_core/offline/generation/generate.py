@@ -183,7 +183,7 @@ def generate_chats(
     prompts = None if settings.prompts is None else read_prompts(settings.prompts)
     if prompts is None:
         # Refuses unusable templates before the engine starts.
-        texts.turn()
+        texts.header_ids()
     claimed = _claimed_settings(settings, endpoint)
     claim_folder(out, claimed)
     with ExitStack() as engines:
@@ -238,7 +238,18 @@ class _ModelTexts:
     def __init__(self, settings: GenerationSettings) -> None:
         self._settings = settings
         self.tokenizer = cache(lambda: load_tokenizer(self._model, settings.chat_template))
-        self.turn = cache(lambda: user_turn(self.tokenizer(), settings.system))
+        self._turn = cache(lambda: user_turn(self.tokenizer(), settings.system))
+
+    def header_ids(self) -> list[int]:
+        """Return the tokens of the text that the model continues with a question."""
+        ids = self.tokenizer()(self._turn().header, add_special_tokens=False)["input_ids"]
+        room = self.context_length - MAX_QUESTION_TOKENS
+        if len(ids) > room:
+            raise DataError(
+                f"the text before a question has {len(ids)} tokens, and {room} fit into the "
+                "context: shorten --system"
+            )
+        return list(ids)
 
     @property
     def _model(self) -> str:
@@ -255,8 +266,7 @@ class _ModelTexts:
 
     def questions(self, engine: TextEngine, indices: Sequence[int]) -> Iterator[LogLine]:
         """Sample the questions with these numbers, and yield them as they finish."""
-        settings, turn = self._settings, self.turn()
-        header = self.tokenizer()(turn.header, add_special_tokens=False)["input_ids"]
+        settings, turn, header_ids = self._settings, self._turn(), self.header_ids()
         sampling = {
             "temperature": settings.question_temperature,
             "top_p": settings.question_top_p,
@@ -270,7 +280,7 @@ class _ModelTexts:
         yield from _log_lines(
             engine,
             indices,
-            [{"prompt_token_ids": list(header)}] * len(indices),
+            [{"prompt_token_ids": header_ids}] * len(indices),
             [sampling | {"seed": _seed(settings.seed, "question", index)} for index in indices],
         )
 
@@ -494,11 +504,10 @@ def _claimed_settings(
         chosen["prompts"] = f"{prompts.name} with SHA-256 {_sha256(prompts)}"
     if settings.chat_template is not None:
         chosen["chat_template"] = _sha256(settings.chat_template)
-    if settings.model is not None:
-        chosen["weights"] = _fingerprint(settings.model)
-    if endpoint is not None:
-        chosen["answered_by"] = f"{endpoint.model} at {endpoint.url}"
-    return {name: str(value) for name, value in chosen.items() if value is not None}
+    chosen["weights"] = None if settings.model is None else _fingerprint(settings.model)
+    chosen["endpoint"] = None if endpoint is None else f"{endpoint.model} at {endpoint.url}"
+    # All names, so that an option that is no longer given is noticed too.
+    return {name: "none" if value is None else str(value) for name, value in chosen.items()}
 
 
 def _sha256(path: Path) -> str:

@@ -29,7 +29,7 @@ class NoProgress:
     def __init__(self) -> None:
         self.steps: dict[str, int] = {}
 
-    def start(self, stage: str, total: int) -> Callable[[], None]:
+    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
         def step() -> None:
             self.steps[stage] = self.steps.get(stage, 0) + 1
 

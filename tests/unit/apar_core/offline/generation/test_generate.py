@@ -208,6 +208,7 @@ def test_more_questions_extend_a_run(tmp_path: Path, whole_run: Path) -> None:
         ({"seed": 1}, "seed was '0', is '1'"),
         ({"temperature": 0.5}, "temperature was '0.7', is '0.5'"),
         ({"max_tokens": 9}, "max_tokens was '512', is '9'"),
+        ({"system": "Be brief."}, "system was 'none', is 'Be brief.'"),
     ],
 )
 def test_another_run_in_the_folder_is_refused(
@@ -217,6 +218,20 @@ def test_another_run_in_the_folder_is_refused(
 
     with pytest.raises(EvaluationError, match=words):
         generate(tmp_path, num_questions=1, **overrides)
+
+
+def test_a_setting_that_is_no_longer_given_is_another_one(tmp_path: Path) -> None:
+    generate(tmp_path, num_questions=1, system="Be brief.")
+
+    with pytest.raises(EvaluationError, match=r"system was 'Be brief.', is 'none'"):
+        generate(tmp_path, num_questions=1)
+
+
+def test_a_system_message_that_leaves_no_room_for_a_question_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has \d+ tokens, and \d+ fit .*--system"):
+        generate(tmp_path / "out", system="word " * 3000)
+
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_asks_nothing_is_refused_with_the_reasons(tmp_path: Path) -> None:
