@@ -87,11 +87,6 @@ def test_an_interrupted_run_of_the_engine_ends_like_a_whole_one(
     assert "[Fork]" not in whole
 
 
-def sampled_questions(engine: OfflineEngine, out: Path) -> None:
-    settings = GenerationSettings(model=str(checkpoint_path()), model_name="tiny", num_questions=1)
-    generate_chats(settings, out, lambda _context: SharedEngine(engine, None), NoProgress())
-
-
 def stopped_after_the_first(engine: OfflineEngine) -> tuple[int, list[str]]:
     """Return how many requests are left when nobody wants the rest, and later answers."""
     prompts = [engine.chat_prompt(question) for question in QUESTIONS]

@@ -15,9 +15,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from transformers import AutoConfig
@@ -160,7 +161,8 @@ class GenerationReport(BaseModel):
     failures: list[str] = Field([], description="Reasons of the first of them.")
 
 
-class KeptQuestion(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KeptQuestion:
     """Question that passed the filters, with its number."""
 
     index: int

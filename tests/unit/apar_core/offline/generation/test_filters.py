@@ -44,6 +44,12 @@ POINTS = "\n".join(
         (", and the second one is larger than the first.", "begins in the middle"),
         ("and the second one is larger than the first.", "begins in the middle"),
         ("I want to write a letter to the", "no ending"),
+        ("I'd like to learn about [topic]. How can I get started?", "placeholder"),
+        ("What does `x = names[topic_id]` do in [this](a.md) code?", None),
+        ("This article will start up again on a different subject.", "asks nothing"),
+        ("I am planning to build a church for the village.", None),
+        ("The list has 3 rows and 4 columns. Compute the sum of each of them.", None),
+        ("Der Hund schläft heute lange in seinem Korb.", None),
         ("Tell me about it. " * 20, "repetition"),
     ],
 )
