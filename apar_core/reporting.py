@@ -13,9 +13,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from pydantic import BaseModel
 
 from apar_core.errors import EvaluationError
+from apar_core.json_lines import append_line, read_finished_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,6 +56,8 @@ p { color: #52606d; margin: .2rem 0; }
 """.strip()
 
 Cell = str | float | None
+Key = TypeVar("Key")
+Line = TypeVar("Line", bound=BaseModel)
 
 
 class ShowProgress(Protocol):
@@ -233,6 +238,43 @@ def claim_folder(folder: Path, settings: Mapping[str, str]) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dict(settings), indent=1), encoding="utf-8")
     return False
+
+
+class LineStore(Generic[Key, Line]):
+    """What one folder holds already: models by their key, in memory and in a JSON lines file."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, str],
+        model: type[Line],
+        key_of: Callable[[Line], Key],
+    ) -> None:
+        """Open the file. Raises EvaluationError if other settings are those of its folder.
+
+        What is refused before a first line is kept leaves the folder free for another try.
+        """
+        if (path.parent / SETTINGS_FILE).is_file():
+            claim_folder(path.parent, settings)
+        self._settings = settings
+        self._path = path
+        self._key_of = key_of
+        self.lines = {key_of(line): line for line in read_finished_lines(path, model)}
+
+    def add(self, line: Line) -> None:
+        """Keep one."""
+        if not self.lines:
+            claim_folder(self._path.parent, self._settings)
+        append_line(self._path, line)
+        self.lines[self._key_of(line)] = line
+
+    def sort(self) -> None:
+        """Rewrite the file in the order of the keys, whichever line was added first."""
+        ordered = sorted(self.lines.items(), key=lambda item: str(item[0]))
+        self.lines = dict(ordered)
+        copy = self._path.with_suffix(".new")
+        copy.write_text("".join(f"{line.model_dump_json()}\n" for _, line in ordered), "utf-8")
+        copy.replace(self._path)
 
 
 def file_name(text: str) -> str:

@@ -78,7 +78,22 @@ def thread_prefix(
 
 
 def thread_scripts(tree: ParagraphTree[Item], fork: Item, end: Item) -> dict[str, list[Item]]:
-    """Return what each thread generates, fork and end tokens included, by its replay key."""
-    return {
-        replay_key(thread): text.generated(fork, end) for thread, text in thread_texts(tree).items()
-    }
+    """Return what each thread generates, fork and end tokens included, by its replay key.
+
+    Where a thread has waited for its children, its script has neither fork tokens nor what was
+    forced between its own items.
+    """
+    scripts: dict[str, list[Item]] = {}
+    for thread, text in thread_texts(tree).items():
+        record = tree.threads[thread]
+        if not record.blocks and not record.num_closing:
+            scripts[replay_key(thread)] = text.generated(fork, end)
+            continue
+        paragraphs = [list(paragraph) for paragraph in text.paragraphs]
+        for block, num_forced in zip(record.blocks, record.suffixes, strict=False):
+            del paragraphs[block.first_child + block.num_children][:num_forced]
+        last = paragraphs[-1]
+        del last[len(last) - record.num_closing :]
+        own = [item for paragraph in paragraphs for item in paragraph]
+        scripts[replay_key(thread)] = [*own, end] if text.ended else own
+    return scripts

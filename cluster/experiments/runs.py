@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from apar_core.errors import EvaluationError
+from apar_core.reporting import LineStore
 from apar_core.virtual.workers import worker_pool
 from cluster.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Method, Workload
-from cluster.experiments.parts import LineStore, StartStage
+from cluster.experiments.parts import StartStage
 from cluster.experiments.samples import Sample, Spread, spread, steady
 from cluster.experiments.settings import ExperimentSettings, RunKey
 

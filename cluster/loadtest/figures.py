@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from apar_core.intervals import MIN_REPEATS, Estimate
 from cluster.loadtest.run_file import ClusterFigures, RepeatFacts, RequestRecord, Run
 from cluster.loadtest.statistics import (
     ITL,
-    MIN_REPEATS,
     TITLES,
-    Estimate,
     Objectives,
     Statistic,
     mean,

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure as Plot
 from matplotlib.ticker import PercentFormatter
 
 from apar_core.errors import EvaluationError
+from apar_core.intervals import MIN_REPEATS, Estimate
 from apar_core.reporting import (
     PLOT_SETTINGS,
     RUN_COLOURS,
@@ -37,10 +38,8 @@ from cluster.loadtest.figures import (
 from cluster.loadtest.run_file import ClusterMoment, Run
 from cluster.loadtest.statistics import (
     ITL,
-    MIN_REPEATS,
     MIN_SAMPLES,
     TITLES,
-    Estimate,
     sampled,
     spread,
     unmeasured,
@@ -209,9 +208,7 @@ _FIGURE_COLUMNS = (
 
 def interval_cell(estimate: Estimate | None, form: str = ",.1f") -> str | None:
     """Format an interval; None if there is none."""
-    if estimate is None or estimate.low is None or estimate.high is None:
-        return None
-    return f"{estimate.low:{form}} to {estimate.high:{form}}"
+    return None if estimate is None else estimate.interval(form)
 
 
 def throughput_table(run: Run) -> ReportTable:

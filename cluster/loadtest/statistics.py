@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from apar_core.errors import EvaluationError
+from apar_core.intervals import MIN_REPEATS, Estimate
 from cluster.durations import parse_duration
 from cluster.loadtest.run_file import SAMPLE_S, RequestRecord
 
@@ -215,22 +216,11 @@ def spread(samples: Samples) -> Spread | None:
 
 
 CONFIDENCE = 0.95
-MIN_REPEATS = 3
-"""Minimum for an interval over repeats; for two, it is twelve times as wide as their difference."""
 _RESAMPLES = 1000
 # Limits the memory of resampling many requests.
 _BATCH = 100
 
 Statistic = Callable[..., NDArray[np.float64]]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A figure and its 95 % interval, None if unknown."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
 
 
 def percentile(share: float) -> Statistic:

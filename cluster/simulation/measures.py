@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from apar_core.intervals import half_width
 from cluster.simulation.cluster import ClusterRun
 
 # Of the requests by arrival: the first fill the cluster, the last see it run empty.
 MEASURED = (0.25, 0.9)
-# Student's t for 95 %, by the number of seeds less one.
-_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +147,3 @@ def ratio(
     """Return the mean ratio of two settings with the same seeds, and half its 95 % interval."""
     ratios = np.array([get(a) / get(b) for a, b in zip(over, under, strict=True)])
     return float(ratios.mean()), half_width(ratios)
-
-
-def half_width(values: npt.NDArray[np.float64]) -> float:
-    """Return half the width of the 95 % confidence interval of a mean; 0 for one value."""
-    number = len(values)
-    if number < 2:
-        return 0.0
-    return float(_T95.get(number - 1, 2.0) * values.std(ddof=1) / math.sqrt(number))

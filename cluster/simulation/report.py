@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from apar_core.intervals import half_width
 from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Cell, Column, Report, ReportTable
-from cluster.simulation.measures import Measures, half_width, ratio, summarise
+from cluster.simulation.measures import Measures, ratio, summarise
 from cluster.simulation.runs import Case, CaseResult, SimulationSettings
 from cluster.simulation.workload import SHARE_OF_APPLICATIONS, SHARE_OF_CONTINUATIONS
 
@@ -156,18 +157,12 @@ def _table(
             values = [get(run.measures) for run in each.seeds]
             mean = sum(values) / len(values)
             if title_ in _WITH_INTERVAL and settings.seeds > 1:
-                row.append(f"{mean:{form}} ± {_half(values):{form}}")
+                row.append(f"{mean:{form}} ± {half_width(values):{form}}")
             else:
                 row.append(mean)
         rows.append(tuple(row))
     columns = [*columns, *(Column(title_, form) for title_, form, _ in measures)]
     return ReportTable(name, title, tuple(columns), tuple(rows))
-
-
-def _half(values: Sequence[float]) -> float:
-    import numpy as np
-
-    return half_width(np.array(values))
 
 
 def _comparison(settings: SimulationSettings, results: Sequence[CaseResult]) -> ReportTable | None:

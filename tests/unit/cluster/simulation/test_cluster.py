@@ -203,7 +203,7 @@ def test_measures_of_seeds_are_combined() -> None:
 
     means = [each.mean_s for each in measures]
     assert summary.mean.mean_s == pytest.approx(sum(means) / 2)
-    assert summary.half_width.mean_s == pytest.approx(12.71 * abs(means[0] - means[1]) / 2)
+    assert summary.half_width.mean_s == pytest.approx(12.706 * abs(means[0] - means[1]) / 2)
     assert ratio(measures, measures, lambda m: m.mean_s) == (1.0, 0.0)
 
 
