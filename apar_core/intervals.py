@@ -46,7 +46,8 @@ def share(hits: int, number: int) -> Estimate | None:
     spread = _NORMAL_95**2 / number
     centre = (found + spread / 2) / (1 + spread)
     half = math.sqrt(spread * (found * (1 - found) + spread / 4)) / (1 + spread)
-    return Estimate(found, max(0.0, centre - half), min(1.0, centre + half))
+    # Rounding must not leave the share outside its interval.
+    return Estimate(found, max(0.0, min(found, centre - half)), min(1.0, max(found, centre + half)))
 
 
 def half_width(values: Sequence[float] | Floats) -> float:

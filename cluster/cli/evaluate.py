@@ -1,4 +1,4 @@
-"""`apar evaluate`: speed, acceptance of guesses, answer quality, and the benchmark files."""
+"""`apar evaluate`: forks, speed, acceptance of guesses, answer quality, and benchmark files."""
 
 from __future__ import annotations
 
@@ -28,20 +28,25 @@ from cluster.cli.options import (
     Prompts,
     PromptTokens,
     Retries,
+    Seed,
     TargetKeyEnv,
     finite,
     list_option,
     out_option,
 )
 from cluster.cli.terminal import clear_errors, print_table, show_report, stage_progress
-from cluster.config.model import DEFAULT_MODEL, model_path
+from cluster.config import ConfigError
+from cluster.config.model import DEFAULT_MODEL, ModelConfig, model_path
 
 if TYPE_CHECKING:
     from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
     from apar_core.offline.evaluation.quality import QualityPlan
+    from cluster.experiments.fork_engine import ReplayingForkEngine
 
 _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
+# Of a replica's environment, what an engine in this process reads too.
+_ENGINE_VARIABLES = ("OMP_", "TORCH_", "VLLM_CPU_", "VLLM_NO_")
 _DECODERS = ("plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar")
 
 evaluate = typer.Typer(
@@ -157,6 +162,114 @@ def speed(
         for table in report.tables[:_NUM_SUMMARY_TABLES]:
             print_table(table)
         console.print(f"Report: [bold]{page}[/bold]", soft_wrap=True)
+
+
+@evaluate.command()
+def forks(
+    out: Annotated[Path, out_option("evaluate-forks", help=RESUMABLE)],
+    model: Model = DEFAULT_MODEL,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="The original model, from which --model was made: compare with its own answers, "
+            "and measure the log-loss of forked answers under it."
+        ),
+    ] = None,
+    prompts: Prompts = "vicuna-bench",
+    benchmark_files: BenchmarkFiles = None,
+    answers: Answers = None,
+    max_tokens: MaxTokens = 1024,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Sampling temperature of the answers; 0 is greedy.", callback=finite
+        ),
+    ] = 0.0,
+    seed: Seed = 0,
+    requests: Annotated[
+        CommaList[int],
+        list_option(
+            help="Concurrent requests of the speed runs.", item=int, minimum=1, default="1,8,32"
+        ),
+    ] = CommaList((1, 8, 32)),
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Repeats of each speed run; three or more give intervals."),
+    ] = 5,
+    device: Device = "auto",
+) -> None:
+    """Measure where a model forks, how good forked answers are, and how much faster they come.
+
+    Forks are compared with the rules of the paper's appendix B. Prompts with recorded answers, such
+    as held_out.jsonl of `apar data prepare`, show the model's choices within these too. Speed is
+    that of vLLM with the same answers, forked and in one thread. An interrupted run continues with
+    the same command and --out. Examples:
+
+    [bold]apar evaluate forks --prompts held-out --answers 40[/bold]
+
+    [bold]apar evaluate forks --model out/my-model-forks --base my-model --prompts
+    out/data/held_out.jsonl[/bold]
+    """
+    # Importing torch takes seconds, and `apar --help` must be fast.
+    from apar_core.offline.evaluation.fork_report import fork_report
+    from apar_core.offline.evaluation.forks import ForkEvaluationSettings, run_forks
+
+    with clear_errors():
+        _check_checkpoints(model, base)
+        settings = ForkEvaluationSettings(
+            model=model_path(model),
+            model_name=model,
+            base=None if base is None else model_path(base),
+            base_name=base,
+            prompts=prompts,
+            questions=benchmark_files,
+            limit=answers,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            requests=tuple(dict.fromkeys(requests)),
+            repeats=repeats,
+            device=device,
+        )
+        names = {settings.model: model} | ({} if base is None else {model_path(base): base})
+        with stage_progress() as progress:
+            results = run_forks(settings, out, lambda path: _fork_engine(names[path]), progress)
+        show_report(fork_report(results), out)
+
+
+def _check_checkpoints(model: str, base: str | None) -> None:
+    """Raise EvaluationError, naming the option, for a model that is not there."""
+    for option, name in (("--model", model), ("--base", base)):
+        if name is not None:
+            try:
+                ModelConfig(checkpoint=name).check_checkpoint()
+            except ConfigError as error:
+                raise EvaluationError(f"{option} {name}: {error}") from error
+
+
+def _fork_engine(name: str) -> ReplayingForkEngine:
+    """Start an engine with the arguments of `apar serve`, that can also replay answers."""
+    import torch
+
+    from deployments.app.application import engine_arguments, replica_environment
+
+    # Each output at once, which a run's latencies need.
+    config = ModelConfig(checkpoint=name, replay=True, coalesce_s=0.0)
+    on_gpu = torch.cuda.is_available()
+    for variable, value in replica_environment(config, on_gpu=on_gpu).items():
+        if variable.startswith(_ENGINE_VARIABLES):
+            os.environ.setdefault(variable, value)
+    # Imports vLLM, which takes seconds.
+    from apar_core.engine.offline_engine import OfflineEngine
+    from cluster.experiments.fork_engine import ReplayingForkEngine
+
+    try:
+        # vLLM's own bars would break those of the run.
+        arguments = engine_arguments(config, on_gpu=on_gpu) | {"use_tqdm_on_load": False}
+        return ReplayingForkEngine(OfflineEngine(config.preset.path, **arguments))
+    # vLLM reports unusable models with a ValueError.
+    except ValueError as error:
+        raise EvaluationError(f"{name}: {error}") from error
 
 
 @evaluate.command()

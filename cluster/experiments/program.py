@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from apar_core.workload.replay_answers import ReplayAnswer
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +44,21 @@ class RecordedAnswer(Protocol):
         """Tokens that count as its text."""
 
 
+class ReplayableAnswer(RecordedAnswer, Protocol):
+    """An answer that one request can replay, with its forks or as one thread."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Tokens of the prompt."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Limit on tokens with which the answer is complete, forked or not."""
+
+    def scripts(self, *, forked: bool) -> Mapping[str, Sequence[int]]:
+        """Return the tokens to replay, by replay key."""
+
+
 class Program(Protocol):
     """One question from its arrival to its answer; ended when nothing of it is alive.
 
@@ -74,7 +86,7 @@ class Program(Protocol):
 class OneRequest:
     """A program of a single request, forked by the engine or not."""
 
-    def __init__(self, answer: ReplayAnswer, *, forks: bool) -> None:
+    def __init__(self, answer: ReplayableAnswer, *, forks: bool) -> None:
         self.answer = answer
         self._forks = forks
         self._token_ids: list[int] = []

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.decoders.interface import DecodeLimits
@@ -21,10 +17,10 @@ from apar_core.offline.evaluation.speed_run import (
     Decoders,
     SpeedSettings,
     check_settings,
-    choose_device,
     count_answers,
     generate_answers,
     load_decoders,
+    machine_name,
     replay_answers,
     warm_up,
 )
@@ -53,7 +49,7 @@ def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
         facts["Decoder"] = f"{names}, compared with {baseline}" if baseline else names
         if settings.repeats_text and not settings.replay:
             facts["Decoder"] += f" (forced to generate the text of {settings.decoders[0]})"
-        facts["Machine"] = _machine(settings)
+        facts["Machine"] = machine_name(settings.device)
     facts |= _missing(runs)
     return speed_report("Generation speed and what forking saves", facts, runs)
 
@@ -145,10 +141,3 @@ def _missing(runs: Sequence[SpeedRun]) -> dict[str, str]:
     if cut:
         facts["Cut off"] = f"{cut} answers, by the token limit or the model's context"
     return facts
-
-
-def _machine(settings: SpeedSettings) -> str:
-    device = choose_device(settings.device)
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"

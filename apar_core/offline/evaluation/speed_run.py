@@ -5,6 +5,8 @@ Answers are stored as soon as they are measured, so an interrupted run can be re
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,6 +207,14 @@ def choose_device(wanted: str) -> str:
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise EvaluationError(f"--device {wanted}: this machine has no CUDA GPU")
     return wanted
+
+
+def machine_name(wanted: str) -> str:
+    """Return the name of a GPU, or the CPU and its number of cores; `wanted` is a device."""
+    device = choose_device(wanted)
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def choose_dtype(wanted: str, device: str) -> torch.dtype:

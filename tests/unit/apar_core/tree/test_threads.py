@@ -1,6 +1,6 @@
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
-from apar_core.tree.threads import thread_prefix, thread_texts
+from apar_core.tree.threads import thread_prefix, thread_scripts, thread_texts
 
 FORK, CHILD, END = -1, -2, -3
 FIRST, NESTED, SECOND = ThreadId("first"), ThreadId("nested"), ThreadId("second")
@@ -52,3 +52,23 @@ def test_prefix_is_the_path_with_control_tokens() -> None:
     assert thread_prefix(texts, SECOND, [100], FORK, CHILD) == [100, 1, 2, FORK, 3, FORK, CHILD]
     nested = [100, 1, 2, FORK, CHILD, 10, FORK, CHILD]
     assert thread_prefix(texts, NESTED, [100], FORK, CHILD) == nested
+
+
+def test_a_thread_that_waited_generated_neither_headers_nor_joined_texts() -> None:
+    tree: ParagraphTree[int] = ParagraphTree()
+    for first, suffix in ((1, [70, 71]), (2, [80])):
+        names = [ThreadId(f"{first}a"), ThreadId(f"{first}b")]
+        tree.append(ROOT_THREAD, [first])
+        tree.open_block(ROOT_THREAD, names, [1, 1], [[90], [91]])
+        for name in names:
+            tree.append(name, [10 * first])
+            tree.close_child(name, [99] if name.endswith("b") else [], is_closed=True)
+            tree.finish(name, ended=False)
+        tree.join(ROOT_THREAD, suffix)
+    tree.append(ROOT_THREAD, [3])
+    tree.finish(ROOT_THREAD)
+
+    scripts = thread_scripts(tree, FORK, END)
+
+    assert scripts.pop("") == [1, 2, 3, END]
+    assert list(scripts.values()) == [[10], [10], [20], [20]]

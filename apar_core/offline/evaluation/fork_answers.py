@@ -1,0 +1,246 @@
+"""Answers whose forks are evaluated: where they fork, where the rules would, what they repeat.
+
+A place in a text is the number of its characters before the place, white space left out. So a fork
+before a line break and a detail that begins behind it have the same place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from apar_core.offline.data.records import ParagraphRecord, flat_text, thread_paragraphs
+from apar_core.offline.data.structure import AnswerKind, extract_tree
+from apar_core.tree.paragraph import ParagraphNode, ParagraphTree
+
+Item = TypeVar("Item")
+
+Source = Literal["model", "base"]
+
+
+class ForkFacts(NamedTuple):
+    """Where a text forks, and its items: the line that ends at each fork, and the detail."""
+
+    places: tuple[int, ...]
+    heads: tuple[str, ...]
+    details: tuple[str, ...]
+
+
+class TextRules(NamedTuple):
+    """What the rules of appendix B make of a text."""
+
+    kind: AnswerKind
+    forks: ForkFacts
+
+
+def fork_facts(tree: ParagraphTree[Item], decode: Callable[[Sequence[Item]], str]) -> ForkFacts:
+    """Return where a generated answer forks, in reading order."""
+    read: list[Item] = []
+    places: list[int] = []
+    heads: list[str] = []
+    details: list[str] = []
+
+    def add_thread(first: ParagraphNode[Item]) -> None:
+        node: ParagraphNode[Item] | None = first
+        while node is not None:
+            read.extend(node.lead)
+            read.extend(node.items)
+            if node.first_child is not None:
+                places.append(_num_visible(decode(read)))
+                heads.append(_last_line(decode(node.items)))
+                start, ordinal = len(read), len(details)
+                details.append("")
+                add_thread(node.first_child)
+                details[ordinal] = decode(read[start:])
+            node = node.next_sibling
+
+    add_thread(tree.root)
+    return ForkFacts(tuple(places), tuple(heads), tuple(details))
+
+
+def text_rules(text: str) -> TextRules:
+    """Return where the rules of appendix B would fork in a text."""
+    extracted = extract_tree(text)
+    places: list[int] = []
+    heads: list[str] = []
+    details: list[str] = []
+    num_read = 0
+
+    def add_thread(first: ParagraphRecord) -> None:
+        nonlocal num_read
+        for paragraph in thread_paragraphs(first):
+            num_read += _num_visible(paragraph.text)
+            if paragraph.first_child is not None:
+                places.append(num_read)
+                heads.append(_last_line(paragraph.text))
+                details.append(flat_text(paragraph.first_child))
+                add_thread(paragraph.first_child)
+
+    add_thread(extracted.tree)
+    return TextRules(extracted.kind, ForkFacts(tuple(places), tuple(heads), tuple(details)))
+
+
+def _num_visible(text: str) -> int:
+    return sum(map(len, text.split()))
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
+
+
+_NUMBER = re.compile(r"[\W_]*\d{1,3}[.)]\s")
+
+
+def num_repeated(forks: ForkFacts) -> int:
+    """Return how many heads and details equal an earlier one of the same answer.
+
+    Compared are their words, without case, punctuation and the number of the point.
+    """
+    return sum(_num_equal(texts) for texts in (forks.heads, forks.details))
+
+
+def _num_equal(texts: Sequence[str]) -> int:
+    words = [tuple(re.findall(r"\w+", _NUMBER.sub("", text, count=1).casefold())) for text in texts]
+    known = [each for each in words if each]
+    return len(known) - len(set(known))
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedAnswer:
+    """An answer as an engine gives it.
+
+    token_ids: of the text, without its end token. threads: what each thread has generated, by its
+    replay key. misplaced: tokens at which the model's first choice was a control token that the
+    engine bans there; None if it was not watched. forks: None if the answer was not allowed to
+    fork, or if places mean nothing because its threads wait for their children.
+    num_unended: threads that a limit cut off. num_waits: blocks of children.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    threads: dict[str, list[int]]
+    finish_reason: str
+    statistics: dict[str, int]
+    num_unended: int = 0
+    misplaced: int | None = None
+    forks: ForkFacts | None = None
+
+
+class ForkAnswer(BaseModel):
+    """A stored answer; the terms are those of `GeneratedAnswer`.
+
+    statistics: counts of `TreeStatistics`; empty for a model that cannot fork.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: Source
+    question_id: str
+    category: str
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
+    threads: dict[str, list[int]]
+    finish_reason: str
+    statistics: dict[str, int]
+    num_unended: int
+    misplaced: int | None
+    places: tuple[int, ...] | None
+    heads: tuple[str, ...]
+    details: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        generated: GeneratedAnswer,
+        source: Source,
+        question: tuple[str, str],
+        prompt_ids: Sequence[int],
+    ) -> ForkAnswer:
+        """Return the answer to a question, given by its id and category."""
+        forks = generated.forks
+        return cls(
+            source=source,
+            question_id=question[0],
+            category=question[1],
+            prompt_ids=list(prompt_ids),
+            text=generated.text,
+            token_ids=list(generated.token_ids),
+            threads=generated.threads,
+            finish_reason=generated.finish_reason,
+            statistics=generated.statistics,
+            num_unended=generated.num_unended,
+            misplaced=generated.misplaced,
+            places=None if forks is None else forks.places,
+            heads=() if forks is None else forks.heads,
+            details=() if forks is None else forks.details,
+        )
+
+    @property
+    def key(self) -> tuple[Source, str]:
+        """Unique key within a run."""
+        return self.source, self.question_id
+
+    @property
+    def num_threads(self) -> int:
+        """Threads, the root thread included."""
+        return len(self.threads)
+
+    @property
+    def forked(self) -> bool:
+        """Whether the answer has more than one thread."""
+        return len(self.threads) > 1
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit on tokens ended it."""
+        return self.finish_reason == "length" or self.num_unended > 0
+
+    @property
+    def items(self) -> ForkFacts:
+        """The items that the answer wrote in parallel; without forks, those of the rules."""
+        if self.forked:
+            return ForkFacts(self.places or (), self.heads, self.details)
+        return text_rules(self.text).forks
+
+
+@dataclass(frozen=True, slots=True)
+class KindCounts:
+    """How the answers of one kind fork.
+
+    places: where the model forks. rule_places: where the rules would. common: in both.
+    """
+
+    kind: str
+    answers: int = 0
+    forked: int = 0
+    places: int = 0
+    rule_places: int = 0
+    common: int = 0
+
+    @property
+    def should_fork(self) -> bool:
+        """Whether the rules fork answers of this kind."""
+        return self.rule_places > 0
+
+
+def kind_counts(answers: Sequence[ForkAnswer]) -> list[KindCounts]:
+    """Compare the forks of answers with those of the rules in the same texts, by kind."""
+    found: dict[str, KindCounts] = {}
+    for answer in answers:
+        rules = text_rules(answer.text)
+        places, wanted = set(answer.places or ()), set(rules.forks.places)
+        counts = found.get(rules.kind, KindCounts(rules.kind))
+        found[rules.kind] = KindCounts(
+            rules.kind,
+            counts.answers + 1,
+            counts.forked + answer.forked,
+            counts.places + len(places),
+            counts.rule_places + len(wanted),
+            counts.common + len(places & wanted),
+        )
+    return [found[kind] for kind in sorted(found)]

@@ -1,0 +1,99 @@
+"""Whether a model would fork at the places of recorded answers, read token by token.
+
+The answer is given with its forks, as in training, and the model's first choice at each token is
+compared with what stands there. So no earlier choice of the model has an effect on a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from transformers import PreTrainedModel
+
+from apar_core.formats.control_tokens import TreeTokens
+from apar_core.offline.data.records import ExampleRecord
+from apar_core.offline.training.example_encoder import ExampleEncoder
+from apar_core.offline.training.packing import IGNORED_TARGET
+from apar_core.offline.training.tree_forward import learned_logits
+from apar_core.offline.training.tree_trainer import TreeCollator, tree_batch
+
+
+class ForcedCounts(BaseModel):
+    """First choices of the model within one recorded answer, or the sums of several.
+
+    rule_places, forks: places where the rules fork, and those of them where the model forks.
+    other_places, stray_forks: all other tokens of the answer, and those where the model forks.
+    misplaced: tokens at which the model prefers a control token that the engine bans there: the
+        child token anywhere, and the fork token right behind a control token.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    example: str
+    kind: str
+    answers: int = 1
+    rule_places: int = 0
+    forks: int = 0
+    other_places: int = 0
+    stray_forks: int = 0
+    misplaced: int = 0
+
+    def __add__(self, other: ForcedCounts) -> ForcedCounts:
+        return self.model_copy(update={n: getattr(self, n) + getattr(other, n) for n in _COUNTS})
+
+
+_COUNTS = ("answers", "rule_places", "forks", "other_places", "stray_forks", "misplaced")
+
+
+@dataclass(frozen=True, slots=True)
+class ForkForcing:
+    """A model with full attention, and the encoder of its recorded answers."""
+
+    model: PreTrainedModel
+    encoder: ExampleEncoder
+    tokens: TreeTokens
+    pad_id: int
+
+    @torch.inference_mode()
+    def counts(self, name: str, example: ExampleRecord) -> ForcedCounts | None:
+        """Count the first choices within an answer; None if it is too long for the model."""
+        packed = self.encoder.encode(example)
+        if packed is None:
+            return None
+        tensors = TreeCollator.for_model(self.model, self.pad_id)([packed])
+        batch = tree_batch({key: each.to(self.model.device) for key, each in tensors.items()})
+        learned_BT = batch.targets_BT != IGNORED_TARGET
+        targets_N, before_N = batch.targets_BT[learned_BT], batch.token_ids_BT[learned_BT]
+        logits_NV = learned_logits(self.model, batch, self.model)
+        fork_id, child_id = self.tokens.fork_id, self.tokens.child_id
+        banned_N = (before_N == fork_id) | (before_N == child_id)
+        first_N = logits_NV.argmax(-1)
+        misplaced_N = (first_N == child_id) | (banned_N & (first_N == fork_id))
+        # As the engine samples.
+        logits_NV[:, child_id] = -torch.inf
+        logits_NV[banned_N, fork_id] = -torch.inf
+        forks_N = logits_NV.argmax(-1) == fork_id
+        wanted_N = targets_N == fork_id
+        return ForcedCounts(
+            example=name,
+            kind=example.kind,
+            rule_places=int(wanted_N.sum()),
+            forks=int((wanted_N & forks_N).sum()),
+            other_places=int((~wanted_N).sum()),
+            stray_forks=int((~wanted_N & forks_N).sum()),
+            misplaced=int(misplaced_N.sum()),
+        )
+
+
+def sums_by(
+    counts: Sequence[ForcedCounts], key: Callable[[ForcedCounts], str]
+) -> dict[str, ForcedCounts]:
+    """Add up the counts of answers by a key, in its order."""
+    sums: dict[str, ForcedCounts] = {}
+    for each in counts:
+        name = key(each)
+        sums[name] = sums[name] + each if name in sums else each
+    return dict(sorted(sums.items()))

@@ -1,0 +1,403 @@
+"""Report of an evaluation of forks; `docs/evaluation.md` says what each number means."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from apar_core.intervals import (
+    Estimate,
+    Floats,
+    of_sums,
+    over_repeats,
+    ratio_over_repeats,
+    share,
+)
+from apar_core.offline.evaluation.fork_answers import ForkAnswer, kind_counts, num_repeated
+from apar_core.offline.evaluation.fork_forcing import ForcedCounts, sums_by
+from apar_core.offline.evaluation.forks import (
+    BASE,
+    BASE_ANSWERS,
+    FORKED,
+    MODEL,
+    SEQUENTIAL,
+    ForkResults,
+    Method,
+    SpeedRun,
+)
+from apar_core.offline.evaluation.speed_run import machine_name
+from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Cell, Column, Report, ReportTable
+
+_ALL = "Mean of all"
+_INTERVAL = Column("95% interval", "")
+_TITLES: dict[Method, str] = {
+    FORKED: "forked",
+    SEQUENTIAL: "the same text, one thread",
+    BASE_ANSWERS: "the base model's answers, one thread",
+}
+
+
+def fork_report(results: ForkResults) -> Report:
+    """Return tables, a figure of the speed, and the numbers by name in `data`."""
+    settings = results.settings
+    facts = {
+        "Model": f"{settings.model_name}, format {results.format_name}",
+        "Answers": f"{len(results.answers)} to {settings.prompts}, "
+        + ("greedy" if settings.is_greedy else f"temperature {settings.temperature:g}")
+        + f", at most {settings.max_tokens} tokens",
+        **({"Base": settings.base_name or ""} if results.base else {}),
+        "Machine": machine_name(settings.device),
+        **results.missing,
+    }
+    numbers: dict[str, Any] = {}
+    tables = [_answers_table(results), _category_table(results.answers)]
+    if not results.waits:
+        tables += _rule_tables(results.answers, numbers)
+    if results.forced:
+        tables.append(_forced_table(results.forced, numbers))
+    if results.base:
+        tables.append(_equality_table(results, numbers))
+        tables += _loss_table(results, numbers)
+    figures = {}
+    if results.runs:
+        tables.append(_speed_table(results.runs, numbers))
+        figures["speed"] = _speed_figure(results.runs)
+    return Report(f"Forks of {settings.model_name}", facts, tables, figures, {"numbers": numbers})
+
+
+def _answers_table(results: ForkResults) -> ReportTable:
+    forked = [each for each in results.answers if each.forked]
+    alone = [each for each in results.answers if not each.forked]
+    groups = [(_ALL, results.answers), ("forked", forked), ("without forks", alone)]
+    if results.base:
+        groups.append(("base model", results.base))
+    columns = (
+        *(Column("answers"), Column("number", "d"), Column("threads", ".2f"), Column("depth", "d")),
+        *(Column("tokens"), Column("steps"), Column("tokens/step", ".2f")),
+        *(Column("cut off", ".1%"), Column("threads cut off", "d")),
+        *(Column("misplaced control tokens", "d"), Column("with a repeated item", ".1%")),
+        *(Column("repeated items", "d"), Column("items", "d")),
+    )
+    return ReportTable(
+        "answers",
+        "Answers",
+        columns,
+        tuple((name, *_answer_cells(group)) for name, group in groups if group),
+        "Threads, tokens and steps are means; depth is the largest. Items are heads and details of "
+        "forks, and in answers without forks those of the rules.",
+    )
+
+
+def _answer_cells(answers: Sequence[ForkAnswer]) -> tuple[Cell, ...]:
+    def mean(value: Callable[[ForkAnswer], float]) -> float:
+        return statistics.fmean(map(value, answers))
+
+    tokens = mean(lambda each: len(each.token_ids))
+    # A model that cannot fork takes a step per token, and one to end.
+    steps = mean(lambda each: each.statistics.get("decode_steps", len(each.token_ids) + 1))
+    misplaced = [each.misplaced for each in answers if each.misplaced is not None]
+    items = [each.items for each in answers]
+    repeated = [num_repeated(each) for each in items]
+    return (
+        len(answers),
+        mean(lambda each: each.num_threads),
+        max(each.statistics.get("max_depth", 0) for each in answers),
+        tokens,
+        steps,
+        tokens / steps if steps else None,
+        mean(lambda each: each.is_cut),
+        sum(each.num_unended for each in answers),
+        sum(misplaced) if misplaced else None,
+        sum(map(bool, repeated)) / len(answers),
+        sum(repeated),
+        sum(len(each.heads) + len(each.details) for each in items),
+    )
+
+
+def _category_table(answers: Sequence[ForkAnswer]) -> ReportTable:
+    rows = []
+    for category in sorted({each.category for each in answers}):
+        some = [each for each in answers if each.category == category]
+        forked = share(sum(each.forked for each in some), len(some))
+        threads = statistics.fmean(each.num_threads for each in some)
+        rows.append((category, len(some), *_share_cells(forked), threads))
+    return ReportTable(
+        "categories",
+        "Forks by category of the question",
+        (
+            *(Column("category"), Column("answers", "d"), Column("forked", ".1%"), _INTERVAL),
+            Column("threads", ".2f"),
+        ),
+        tuple(rows),
+    )
+
+
+def _rule_tables(
+    answers: Sequence[ForkAnswer], numbers: dict[str, Any]
+) -> tuple[ReportTable, ReportTable]:
+    counts = kind_counts(answers)
+    by_answer: list[tuple[Cell, ...]] = []
+    by_place: list[tuple[Cell, ...]] = []
+    for each in counts:
+        fork = "yes" if each.should_fork else "no"
+        forked = share(each.forked, each.answers)
+        by_answer.append((each.kind, fork, each.answers, each.forked, *_share_cells(forked)))
+        by_place.append(
+            (
+                *(each.kind, each.places, each.rule_places, each.common),
+                *_share_cells(share(each.common, each.places)),
+                *_share_cells(share(each.common, each.rule_places)),
+            )
+        )
+    wanted = [each for each in counts if each.should_fork]
+    num_forked = sum(each.forked for each in counts)
+    right = sum(each.forked for each in wanted)
+    others = [each for each in counts if not each.should_fork]
+    num_common = sum(each.common for each in counts)
+    found = {
+        "answer_precision": share(right, num_forked),
+        "answer_recall": share(right, sum(each.answers for each in wanted)),
+        "others_forked": share(
+            sum(each.forked for each in others), sum(each.answers for each in others)
+        ),
+        "place_precision": share(num_common, sum(each.places for each in counts)),
+        "place_recall": share(num_common, sum(each.rule_places for each in counts)),
+    }
+    numbers |= {name: _plain(each) for name, each in found.items()}
+    note = "; ".join(
+        f"{name.replace('_', ' ')} {_told(each)}" for name, each in list(found.items())[:3]
+    )
+    all_places = (
+        "all",
+        sum(each.places for each in counts),
+        sum(each.rule_places for each in counts),
+        num_common,
+        *_share_cells(found["place_precision"]),
+        *_share_cells(found["place_recall"]),
+    )
+    kind = Column("kind by the rules")
+    return (
+        ReportTable(
+            "rules-by-answer",
+            "Forked answers, by what the rules of appendix B make of their text",
+            (
+                *(kind, Column("rules fork"), Column("answers", "d"), Column("forked", "d")),
+                *(Column("share", ".1%"), _INTERVAL),
+            ),
+            tuple(by_answer),
+            note.capitalize() + ".",
+        ),
+        ReportTable(
+            "rules-by-place",
+            "Places of forks, compared with the rules in the same text",
+            (
+                *(kind, Column("forks", "d"), Column("places of the rules", "d")),
+                *(Column("both", "d"), Column("precision", ".1%"), _INTERVAL),
+                *(Column("recall", ".1%"), _INTERVAL),
+            ),
+            (*by_place, all_places),
+            "White space between two places does not count. Intervals take places as independent.",
+        ),
+    )
+
+
+def _forced_table(forced: Sequence[ForcedCounts], numbers: dict[str, Any]) -> ReportTable:
+    rows: list[tuple[Cell, ...]] = []
+    sums = [*sums_by(forced, lambda each: each.kind).items()]
+    total = sums_by(forced, lambda each: "all")["all"]
+    for kind, counts in (*sums, ("all", total)):
+        rows.append(
+            (
+                *(kind, counts.answers, counts.rule_places, counts.forks),
+                *_share_cells(share(counts.forks, counts.rule_places)),
+                *(counts.other_places, counts.stray_forks, counts.misplaced),
+            )
+        )
+    numbers["recorded_recall"] = _plain(share(total.forks, total.rule_places))
+    numbers["recorded_stray"] = _plain(share(total.stray_forks, total.other_places))
+    return ReportTable(
+        "recorded",
+        "First choices within recorded answers, which are read with the forks of the rules",
+        (
+            *(Column("kind"), Column("answers", "d"), Column("places of the rules", "d")),
+            *(Column("fork is first", "d"), Column("share", ".1%"), _INTERVAL),
+            *(Column("other tokens", "d"), Column("fork is first there", "d")),
+            Column("misplaced control tokens", "d"),
+        ),
+        tuple(rows),
+        "Misplaced: a control token that the engine bans there is first.",
+    )
+
+
+def _equality_table(results: ForkResults, numbers: dict[str, Any]) -> ReportTable:
+    pairs = [
+        (each, base)
+        for each, base in zip(results.answers, results.base, strict=True)
+        if not each.forked
+    ]
+    equal = share(sum(each.text == base.text for each, base in pairs), len(pairs))
+    begun = [_equal_share(each.token_ids, base.token_ids) for each, base in pairs]
+    greedy = results.settings.is_greedy
+    numbers["equal_to_base"] = _plain(equal) if greedy else None
+    return ReportTable(
+        "equality",
+        "Answers without forks, compared with the base model's",
+        (
+            *(Column("answers", "d"), Column("equal", ".1%"), _INTERVAL),
+            Column("equal from the start", ".1%"),
+        ),
+        (
+            (
+                len(pairs),
+                *(_share_cells(equal) if greedy else (None, None)),
+                statistics.fmean(begun) if greedy and begun else None,
+            ),
+        ),
+        "Equal from the start: mean share of an answer's tokens before the first difference."
+        if greedy
+        else "Not counted: answers are sampled (--temperature).",
+    )
+
+
+def _equal_share(these: Sequence[int], those: Sequence[int]) -> float:
+    longest = max(len(these), len(those))
+    if longest == 0:
+        return 1.0
+    pairs = enumerate(zip(these, those, strict=False))
+    first = next((place for place, (a, b) in pairs if a != b), min(len(these), len(those)))
+    return first / longest
+
+
+def _loss_table(results: ForkResults, numbers: dict[str, Any]) -> list[ReportTable]:
+    values = []
+    for answer in results.answers:
+        if not answer.forked:
+            continue
+        ours = results.losses[MODEL, answer.question_id]
+        theirs = results.losses[BASE, answer.question_id]
+        if ours.tokens and theirs.tokens:
+            values.append((ours.loss, ours.tokens, theirs.loss, theirs.tokens))
+    if not values:
+        return []
+    statistics_of: dict[str, Callable[[Floats], Floats]] = {
+        "forked answers": lambda sums: sums[..., 0] / sums[..., 1],
+        "the base model's own": lambda sums: sums[..., 2] / sums[..., 3],
+        "difference": lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3],
+        "ratio": lambda sums: sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3]),
+    }
+    # A base model that is certain of all its own tokens would make the ratio infinite.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = {
+            name: of_sums(values, statistic, seed=results.settings.seed)
+            for name, statistic in statistics_of.items()
+        }
+    numbers["loss"] = {name: _plain(each) for name, each in found.items()}
+    return [
+        ReportTable(
+            "log-loss",
+            f"Log-loss per token under {results.settings.base_name}",
+            (Column(""), Column("nats", ".3f"), _INTERVAL),
+            tuple((name, each.value, each.interval(".3f")) for name, each in found.items()),
+            f"Of {len(values)} questions whose answer forks. Intervals are bootstrapped over "
+            "questions, with both answers to a question together.",
+        )
+    ]
+
+
+def _speed_table(runs: Sequence[SpeedRun], numbers: dict[str, Any]) -> ReportTable:
+    rows: list[tuple[Cell, ...]] = []
+    told = []
+    for requests in dict.fromkeys(run.key.requests for run in runs):
+        forked = _values(runs, requests, FORKED)
+        for method, title in _TITLES.items():
+            some = [run.figures for run in _runs_of(runs, requests, method)]
+            if not some:
+                continue
+            speed = over_repeats([each.tokens_per_s for each in some])
+            ratio = (
+                None
+                if method == FORKED
+                else ratio_over_repeats(forked, [each.tokens_per_s for each in some])
+            )
+            attended = [each.attended_tokens for each in some if each.attended_tokens is not None]
+            rows.append(
+                (
+                    *(requests, title, speed.value, speed.interval(".1f")),
+                    *((None, None) if ratio is None else (ratio.value, ratio.interval(".2f"))),
+                    statistics.fmean(each.latency_s for each in some),
+                    statistics.fmean(each.peak_kv_tokens for each in some),
+                    statistics.fmean(attended) if attended else None,
+                )
+            )
+            told.append(
+                {"requests": requests, "method": method, "tokens_per_s": _plain(speed)}
+                | ({} if ratio is None else {"forked_to_this": _plain(ratio)})
+            )
+    numbers["speed"] = told
+    repeats = max(run.key.round for run in runs) + 1
+    return ReportTable(
+        "speed",
+        "Speed of answers that fork, replayed in the engine",
+        (
+            *(Column("requests", "d"), Column("way"), Column("tokens/s"), _INTERVAL),
+            *(Column("forked / this", ".2f"), _INTERVAL, Column("latency s", ".2f")),
+            *(Column("peak KV tokens", ",.0f"), Column("attended/answer", ",.0f")),
+        ),
+        tuple(rows),
+        f"Intervals over {repeats} repeats. Requests: running at once, each followed by the next.",
+    )
+
+
+def _speed_figure(runs: Sequence[SpeedRun]) -> Figure:
+    numbers = list(dict.fromkeys(run.key.requests for run in runs))
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        panel = figure.subplots()
+        places = np.arange(len(numbers))
+        methods = [method for method in _TITLES if _runs_of(runs, numbers[0], method)]
+        width = 0.8 / len(methods)
+        for index, (method, colour) in enumerate(zip(methods, RUN_COLOURS, strict=False)):
+            found = [over_repeats(_values(runs, number, method)) for number in numbers]
+            error = [0.0 if each.high is None else each.high - each.value for each in found]
+            panel.bar(
+                places + (index - (len(methods) - 1) / 2) * width,
+                [each.value for each in found],
+                width,
+                yerr=error,
+                capsize=3,
+                color=colour,
+                label=_TITLES[method],
+            )
+        panel.set_xticks(places, [str(number) for number in numbers])
+        panel.set_xlabel("requests at once")
+        panel.set_ylabel("text tokens per second")
+        panel.set_title("Speed of answers that fork")
+        panel.legend(frameon=False)
+    return figure
+
+
+def _runs_of(runs: Sequence[SpeedRun], requests: int, method: Method) -> list[SpeedRun]:
+    """Return the runs in the order of their rounds."""
+    found = [run for run in runs if (run.key.requests, run.key.method) == (requests, method)]
+    return sorted(found, key=lambda run: run.key.round)
+
+
+def _values(runs: Sequence[SpeedRun], requests: int, method: Method) -> list[float]:
+    return [run.figures.tokens_per_s for run in _runs_of(runs, requests, method)]
+
+
+def _share_cells(found: Estimate | None) -> tuple[Cell, Cell]:
+    return (None, None) if found is None else (found.value, found.interval(".1%"))
+
+
+def _told(found: Estimate | None) -> str:
+    return "not defined" if found is None else f"{found.value:.1%} ({found.interval('.1%')})"
+
+
+def _plain(found: Estimate | None) -> dict[str, float | None] | None:
+    return None if found is None else {"value": found.value, "low": found.low, "high": found.high}
