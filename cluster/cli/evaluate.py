@@ -196,7 +196,6 @@ def forks(
         int,
         typer.Option(min=1, help="Repeats of each speed run; three or more give intervals."),
     ] = 5,
-    device: Device = "auto",
 ) -> None:
     """Measure where a model forks, how good forked answers are, and how much faster they come.
 
@@ -229,7 +228,6 @@ def forks(
             seed=seed,
             requests=tuple(dict.fromkeys(requests)),
             repeats=repeats,
-            device=device,
         )
         names = {settings.model: model} | ({} if base is None else {model_path(base): base})
         with stage_progress() as progress:

@@ -51,7 +51,7 @@ def fork_report(results: ForkResults) -> Report:
         + ("greedy" if settings.is_greedy else f"temperature {settings.temperature:g}")
         + f", at most {settings.max_tokens} tokens",
         **({"Base": settings.base_name or ""} if results.base else {}),
-        "Machine": machine_name(settings.device),
+        "Machine": machine_name("auto"),
         **results.missing,
     }
     numbers: dict[str, Any] = {}

@@ -36,7 +36,12 @@ from apar_core.offline.evaluation.replay_text import ModelText, load_text
 from apar_core.offline.evaluation.speed_run import choose_device, choose_dtype
 from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.example_encoder import ExampleEncoder
-from apar_core.offline.training.pretrained import load_model, pad_token_id, tree_tokens
+from apar_core.offline.training.pretrained import (
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+    tree_tokens,
+)
 from apar_core.offline.training.tree_forward import SDPA, limited_attention
 from apar_core.reporting import LineStore, ShowProgress
 
@@ -86,11 +91,10 @@ class ForkEvaluationSettings(BaseModel):
     seed: NonNegativeInt = 0
     requests: tuple[PositiveInt, ...] = (1, 8, 32)
     repeats: PositiveInt = 5
-    device: str = "auto"
 
     def as_facts(self) -> dict[str, str]:
         """Return the settings that must not change when a run is resumed."""
-        own = {"model", "base", "questions", "requests", "repeats", "device"}
+        own = {"model", "base", "questions", "requests", "repeats"}
         facts = self.model_dump(mode="json", exclude=own)
         return {name: str(value) for name, value in facts.items()}
 
@@ -487,7 +491,7 @@ class _Evaluation:
         if not examples:
             missing[part] = f"{settings.prompts} has none: no forks were compared with them"
             return []
-        device = choose_device(settings.device)
+        device = choose_device("auto")
         config = AutoConfig.from_pretrained(settings.model)
         positions = getattr(config.get_text_config(), "max_position_embeddings", _LONGEST_FORCED)
         longest = min(positions, _LONGEST_FORCED)
@@ -502,7 +506,7 @@ class _Evaluation:
             ).eval()
             # FlexAttention is for training.
             model.set_attn_implementation(SDPA)
-            tokenizer = self._text.tokenizer
+            tokenizer = load_tokenizer(settings.model)
             forcing = ForkForcing(
                 model,
                 ExampleEncoder(tokenizer, longest),

@@ -31,7 +31,20 @@ def test_the_parts_of_an_evaluation_are_listed() -> None:
     code, output = run("--help")
 
     assert code == 0
-    assert all(name in output for name in ("speed", "acceptance", "passes", "quality", "fetch"))
+    assert all(
+        name in output for name in ("forks", "speed", "acceptance", "passes", "quality", "fetch")
+    )
+
+
+@pytest.mark.parametrize("option", ["--model", "--base"])
+def test_forks_of_a_model_that_is_not_there(option: str, tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+
+    code, output = run("forks", option, missing, "--out", tmp_path / "out")
+
+    assert code == 1
+    assert f"Error: {option} {missing}: checkpoint: no such folder" in output
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_embedded_models_guesses_are_shown_and_plotted(tmp_path: Path) -> None:
