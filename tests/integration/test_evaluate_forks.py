@@ -67,8 +67,8 @@ def test_answers_and_their_replays_agree(tmp_path: Path) -> None:
     if len(forked) == 1:
         assert {figures["forked"]["attended_tokens"]} == attended
     # The log-loss of a greedy answer under the model that wrote it is small.
-    losses = report["numbers"]["loss"]
-    assert 0 < losses["the base model's own"]["value"] < 1
+    losses = dict(row[:2] for row in report["tables"]["log-loss"]["rows"])
+    assert 0 < losses["the base model's own"] < 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import matplotlib as mpl
 import numpy as np
@@ -42,8 +42,17 @@ _TITLES: dict[Method, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """A number of the summary; `form` is its format."""
+
+    title: str
+    found: Estimate | None
+    form: str = ".1%"
+
+
 def fork_report(results: ForkResults) -> Report:
-    """Return tables, a figure of the speed, and the numbers by name in `data`."""
+    """Return tables, a figure of the speed, and the numbers of the summary by name in `data`."""
     settings = results.settings
     facts = {
         "Model": f"{settings.model_name}, format {results.format_name}",
@@ -54,20 +63,46 @@ def fork_report(results: ForkResults) -> Report:
         "Machine": machine_name("auto"),
         **results.missing,
     }
-    numbers: dict[str, Any] = {}
-    tables = [_answers_table(results), _category_table(results.answers)]
+    measures: dict[str, _Measure] = {}
+    tables = [_answers_table(results)]
+    if len({each.category for each in results.answers}) > 1:
+        tables.append(_category_table(results.answers))
     if not results.waits:
-        tables += _rule_tables(results.answers, numbers)
+        tables += _rule_tables(results.answers, measures)
     if results.forced:
-        tables.append(_forced_table(results.forced, numbers))
+        tables.append(_forced_table(results.forced, measures))
     if results.base:
-        tables.append(_equality_table(results, numbers))
-        tables += _loss_table(results, numbers)
+        tables.append(_equality_table(results, measures))
+        tables += _loss_table(results, measures)
     figures = {}
     if results.runs:
-        tables.append(_speed_table(results.runs, numbers))
+        tables.append(_speed_table(results.runs, measures))
         figures["speed"] = _speed_figure(results.runs)
-    return Report(f"Forks of {settings.model_name}", facts, tables, figures, {"numbers": numbers})
+    numbers = {
+        name: None if each.found is None else asdict(each.found) for name, each in measures.items()
+    }
+    return Report(
+        f"Forks of {settings.model_name}",
+        facts,
+        [_summary_table(measures), *tables] if measures else tables,
+        figures,
+        {"numbers": numbers},
+    )
+
+
+def _summary_table(measures: dict[str, _Measure]) -> ReportTable:
+    rows: list[tuple[Cell, ...]] = []
+    for each in measures.values():
+        found = each.found
+        value = None if found is None else f"{found.value:{each.form}}"
+        rows.append((each.title, value, None if found is None else found.interval(each.form)))
+    return ReportTable(
+        "summary",
+        "Summary",
+        (Column("measure"), Column("value"), _INTERVAL),
+        tuple(rows),
+        "Dashes: nothing to count.",
+    )
 
 
 def _answers_table(results: ForkResults) -> ReportTable:
@@ -138,7 +173,7 @@ def _category_table(answers: Sequence[ForkAnswer]) -> ReportTable:
 
 
 def _rule_tables(
-    answers: Sequence[ForkAnswer], numbers: dict[str, Any]
+    answers: Sequence[ForkAnswer], measures: dict[str, _Measure]
 ) -> tuple[ReportTable, ReportTable]:
     counts = kind_counts(answers)
     by_answer: list[tuple[Cell, ...]] = []
@@ -159,26 +194,30 @@ def _rule_tables(
     right = sum(each.forked for each in wanted)
     others = [each for each in counts if not each.should_fork]
     num_common = sum(each.common for each in counts)
-    found = {
-        "answer_precision": share(right, num_forked),
-        "answer_recall": share(right, sum(each.answers for each in wanted)),
-        "others_forked": share(
-            sum(each.forked for each in others), sum(each.answers for each in others)
+    precision = share(num_common, sum(each.places for each in counts))
+    recall = share(num_common, sum(each.rule_places for each in counts))
+    measures |= {
+        "answer_precision": _Measure(
+            "forked answers whose text the rules fork (precision)", share(right, num_forked)
         ),
-        "place_precision": share(num_common, sum(each.places for each in counts)),
-        "place_recall": share(num_common, sum(each.rule_places for each in counts)),
+        "answer_recall": _Measure(
+            "forked, of the answers whose text the rules fork (recall)",
+            share(right, sum(each.answers for each in wanted)),
+        ),
+        "others_forked": _Measure(
+            "forked, of the other answers",
+            share(sum(each.forked for each in others), sum(each.answers for each in others)),
+        ),
+        "place_precision": _Measure("forks at a place of the rules (precision)", precision),
+        "place_recall": _Measure("places of the rules with a fork (recall)", recall),
     }
-    numbers |= {name: _plain(each) for name, each in found.items()}
-    note = "; ".join(
-        f"{name.replace('_', ' ')} {_told(each)}" for name, each in list(found.items())[:3]
-    )
     all_places = (
         "all",
         sum(each.places for each in counts),
         sum(each.rule_places for each in counts),
         num_common,
-        *_share_cells(found["place_precision"]),
-        *_share_cells(found["place_recall"]),
+        *_share_cells(precision),
+        *_share_cells(recall),
     )
     kind = Column("kind by the rules")
     return (
@@ -190,7 +229,6 @@ def _rule_tables(
                 *(Column("share", ".1%"), _INTERVAL),
             ),
             tuple(by_answer),
-            note.capitalize() + ".",
         ),
         ReportTable(
             "rules-by-place",
@@ -206,7 +244,7 @@ def _rule_tables(
     )
 
 
-def _forced_table(forced: Sequence[ForcedCounts], numbers: dict[str, Any]) -> ReportTable:
+def _forced_table(forced: Sequence[ForcedCounts], measures: dict[str, _Measure]) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
     sums = [*sums_by(forced, lambda each: each.kind).items()]
     total = sums_by(forced, lambda each: "all")["all"]
@@ -218,8 +256,15 @@ def _forced_table(forced: Sequence[ForcedCounts], numbers: dict[str, Any]) -> Re
                 *(counts.other_places, counts.stray_forks, counts.misplaced),
             )
         )
-    numbers["recorded_recall"] = _plain(share(total.forks, total.rule_places))
-    numbers["recorded_stray"] = _plain(share(total.stray_forks, total.other_places))
+    measures["recorded_recall"] = _Measure(
+        "recorded answers: fork is first, of the places of the rules",
+        share(total.forks, total.rule_places),
+    )
+    measures["recorded_stray"] = _Measure(
+        "recorded answers: fork is first, of the other tokens",
+        share(total.stray_forks, total.other_places),
+        ".2%",
+    )
     return ReportTable(
         "recorded",
         "First choices within recorded answers, which are read with the forks of the rules",
@@ -234,7 +279,7 @@ def _forced_table(forced: Sequence[ForcedCounts], numbers: dict[str, Any]) -> Re
     )
 
 
-def _equality_table(results: ForkResults, numbers: dict[str, Any]) -> ReportTable:
+def _equality_table(results: ForkResults, measures: dict[str, _Measure]) -> ReportTable:
     pairs = [
         (each, base)
         for each, base in zip(results.answers, results.base, strict=True)
@@ -243,7 +288,9 @@ def _equality_table(results: ForkResults, numbers: dict[str, Any]) -> ReportTabl
     equal = share(sum(each.text == base.text for each, base in pairs), len(pairs))
     begun = [_equal_share(each.token_ids, base.token_ids) for each, base in pairs]
     greedy = results.settings.is_greedy
-    numbers["equal_to_base"] = _plain(equal) if greedy else None
+    measures["equal_to_base"] = _Measure(
+        "answers without forks that equal the base model's", equal if greedy else None
+    )
     return ReportTable(
         "equality",
         "Answers without forks, compared with the base model's",
@@ -273,7 +320,7 @@ def _equal_share(these: Sequence[int], those: Sequence[int]) -> float:
     return first / longest
 
 
-def _loss_table(results: ForkResults, numbers: dict[str, Any]) -> list[ReportTable]:
+def _loss_table(results: ForkResults, measures: dict[str, _Measure]) -> list[ReportTable]:
     values = []
     for answer in results.answers:
         if not answer.forked:
@@ -296,7 +343,9 @@ def _loss_table(results: ForkResults, numbers: dict[str, Any]) -> list[ReportTab
             name: of_sums(values, statistic, seed=results.settings.seed)
             for name, statistic in statistics_of.items()
         }
-    numbers["loss"] = {name: _plain(each) for name, each in found.items()}
+    measures["loss_ratio"] = _Measure(
+        "log-loss of forked answers / of the base model's own", found["ratio"], ".3f"
+    )
     return [
         ReportTable(
             "log-loss",
@@ -309,9 +358,8 @@ def _loss_table(results: ForkResults, numbers: dict[str, Any]) -> list[ReportTab
     ]
 
 
-def _speed_table(runs: Sequence[SpeedRun], numbers: dict[str, Any]) -> ReportTable:
+def _speed_table(runs: Sequence[SpeedRun], measures: dict[str, _Measure]) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
-    told = []
     for requests in dict.fromkeys(run.key.requests for run in runs):
         forked = _values(runs, requests, FORKED)
         for method, title in _TITLES.items():
@@ -334,11 +382,10 @@ def _speed_table(runs: Sequence[SpeedRun], numbers: dict[str, Any]) -> ReportTab
                     statistics.fmean(attended) if attended else None,
                 )
             )
-            told.append(
-                {"requests": requests, "method": method, "tokens_per_s": _plain(speed)}
-                | ({} if ratio is None else {"forked_to_this": _plain(ratio)})
-            )
-    numbers["speed"] = told
+            if ratio is not None:
+                measures[f"speed_{method}_{requests}"] = _Measure(
+                    f"speed forked / {title}, {_at_once(requests)}", ratio, ".2f"
+                )
     repeats = max(run.key.round for run in runs) + 1
     return ReportTable(
         "speed",
@@ -395,9 +442,5 @@ def _share_cells(found: Estimate | None) -> tuple[Cell, Cell]:
     return (None, None) if found is None else (found.value, found.interval(".1%"))
 
 
-def _told(found: Estimate | None) -> str:
-    return "not defined" if found is None else f"{found.value:.1%} ({found.interval('.1%')})"
-
-
-def _plain(found: Estimate | None) -> dict[str, float | None] | None:
-    return None if found is None else {"value": found.value, "low": found.low, "high": found.high}
+def _at_once(requests: int) -> str:
+    return "1 request" if requests == 1 else f"{requests} requests at once"
