@@ -79,9 +79,9 @@ class ReplayingForkEngine:
             max_tokens=1, temperature=0.0, prompt_logprobs=0, extra_args={_ENABLED: False}
         )
         rows = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-        outputs = self._engine.llm.generate(
-            [{"prompt_token_ids": row} for row in rows], params, use_tqdm=False
-        )
+        prompts_of_vllm: list[Any] = [{"prompt_token_ids": row} for row in rows]
+        # Any: vLLM also has a flat form, which nobody asked for.
+        outputs: list[Any] = self._engine.llm.generate(prompts_of_vllm, params, use_tqdm=False)
         return [
             -sum(
                 known[token_id].logprob

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
+from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.evaluation.replay_text import load_text
 from tests.fakes.apar_command import APAR
 
 pytestmark = pytest.mark.engine
@@ -39,6 +44,14 @@ def evaluate(out: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str,
     return json.loads((out / "report.json").read_text()), answers, done.stdout
 
 
+def plain_loss(prompt: list[int], text: list[int]) -> float:
+    """Return the log-loss of a text behind a prompt, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+    return float(cross_entropy(logits, torch.tensor(text), reduction="sum"))
+
+
 def test_answers_and_their_replays_agree(tmp_path: Path) -> None:
     out = tmp_path / "forks"
     report, answers, printed = evaluate(out, "--base", "apar-tiny")
@@ -47,6 +60,7 @@ def test_answers_and_their_replays_agree(tmp_path: Path) -> None:
     ours = {each["question_id"]: each for each in answers if each["source"] == "model"}
     theirs = {each["question_id"]: each for each in answers if each["source"] == "base"}
     guitar = ours["1"]
+    text = guitar["text"]
     # The engine's own counts.
     assert len(guitar["threads"]) == guitar["statistics"]["threads"] == 6
     assert len(guitar["places"]) == guitar["statistics"]["forks"] == 5
@@ -66,9 +80,10 @@ def test_answers_and_their_replays_agree(tmp_path: Path) -> None:
     attended = {each["statistics"]["attended_tokens"] for each in forked}
     if len(forked) == 1:
         assert {figures["forked"]["attended_tokens"]} == attended
-    # The log-loss of a greedy answer under the model that wrote it is small.
-    losses = dict(row[:2] for row in report["tables"]["log-loss"]["rows"])
-    assert 0 < losses["the base model's own"] < 1
+    losses = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+    of_guitar = next(each for each in losses if each["source"] == "model")
+    plain = plain_loss(guitar["prompt_ids"], load_text(str(checkpoint_path())).encode(text))
+    assert of_guitar["loss"] == pytest.approx(plain, rel=0.02)
 
 
 @pytest.mark.slow
