@@ -403,7 +403,7 @@ def _speed_table(runs: Sequence[SpeedRun], measures: dict[str, _Measure]) -> Rep
 def _speed_figure(runs: Sequence[SpeedRun]) -> Figure:
     numbers = list(dict.fromkeys(run.key.requests for run in runs))
     with mpl.rc_context(PLOT_SETTINGS):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         panel = figure.subplots()
         places = np.arange(len(numbers))
         methods = [method for method in _TITLES if _runs_of(runs, numbers[0], method)]
@@ -424,7 +424,7 @@ def _speed_figure(runs: Sequence[SpeedRun]) -> Figure:
         panel.set_xlabel("requests at once")
         panel.set_ylabel("text tokens per second")
         panel.set_title("Speed of answers that fork")
-        panel.legend(frameon=False)
+        figure.legend(loc="outside lower center", ncols=len(methods), frameon=False)
     return figure
 
 
