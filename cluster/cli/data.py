@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from apar_core.offline.data.prepare import PreparationReport, PreparationSettings
     from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
     from apar_core.offline.generation.generate import GenerationReport, TextCounts
-    from apar_core.offline.training.example_encoder import ContextFit
+    from apar_core.offline.training.trained_formats import ContextFit
 
 data = typer.Typer(
     no_args_is_help=True, help="Generate chats, and turn chats into training examples with forks."
@@ -92,6 +92,14 @@ def prepare(
             dir_okay=False,
         ),
     ] = None,
+    parallel_format: Annotated[
+        Literal["apar", "threadweaver"],
+        typer.Option(
+            "--format",
+            help="With --model: format of the answers; give the same to `apar train`. The files "
+            "are the same, but examples of threadweaver are longer.",
+        ),
+    ] = "apar",
     hold_out: Annotated[
         int,
         typer.Option(
@@ -147,7 +155,11 @@ def prepare(
     )
     try:
         with clear_errors():
-            fit = None if model is None else _context_fit(model, context_length, chat_template)
+            fit = (
+                None
+                if model is None
+                else _context_fit(model, context_length, chat_template, parallel_format)
+            )
             report = _prepare_with_progress(inputs, out, settings, workers, fit)
     except KeyboardInterrupt as error:
         typer.echo("Interrupted; nothing was written.", err=True)
@@ -156,11 +168,13 @@ def prepare(
         raise typer.Exit(1)
 
 
-def _context_fit(model: str, context_length: int, chat_template: Path | None) -> ContextFit:
+def _context_fit(
+    model: str, context_length: int, chat_template: Path | None, format_name: str
+) -> ContextFit:
     # Importing transformers takes seconds.
-    from apar_core.offline.training.example_encoder import ContextFit
+    from apar_core.offline.training.trained_formats import ContextFit
 
-    fit = ContextFit(model_path(model), context_length, chat_template)
+    fit = ContextFit(model_path(model), context_length, chat_template, format_name)
     fit.check()
     return fit
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -82,6 +82,14 @@ PassTimes = Annotated[
 Recipe = Annotated[str, typer.Option(help="Name of a built-in recipe, or a YAML file.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")
+]
+Format = Annotated[
+    Literal["apar", "threadweaver"],
+    typer.Option(
+        "--format",
+        help="How answers fork: apar (the parent continues beside its threads) or threadweaver "
+        "(the parent outlines its threads, waits and joins them).",
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 MaxTokens = Annotated[

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import TextColumn
 
-from cluster.cli.options import Model, Recipe, Resume, Seed, out_option
+from cluster.cli.options import Format, Model, Recipe, Resume, Seed, out_option
 from cluster.cli.terminal import clear_errors, step_bars
 from cluster.config.model import model_path
 
@@ -39,6 +39,7 @@ def train(
     data: Data,
     out: Annotated[Path, out_option("train", help="Folder for the checkpoint and the log.")],
     recipe: Recipe = "apar",
+    parallel_format: Format = "apar",
     steps: Steps = None,
     chat_template: Annotated[
         Path | None,
@@ -52,9 +53,11 @@ def train(
     """Fine-tune a model to fork its answers, with the settings of table 5 of the APAR paper.
 
     Writes a checkpoint for `apar serve --model OUT`. An interrupted run continues with the same
-    options, --out and --resume. Example:
+    options, --out and --resume. Examples:
 
     [bold]apar train --model lmsys/vicuna-7b-v1.3 --data out/data --out out/apar-7b[/bold]
+
+    [bold]apar train --model ./my-model --format threadweaver --data out/data --out out/joins[/bold]
 
     On several GPUs: [bold]accelerate launch --config_file apar_core/offline/training/fsdp.yaml
     --no_python apar train ...[/bold]
@@ -72,7 +75,8 @@ def train(
         with step_progress(console, "training", settings.num_steps) as show:
             result = fine_tune(
                 model_path(model), data, out, settings,
-                chat_template=chat_template, resume=resume, on_step=show,
+                format_name=parallel_format, chat_template=chat_template, resume=resume,
+                on_step=show,
             )  # fmt: skip
     console.print(f"{result.counts}; {result.padding}.", highlight=False, soft_wrap=True)
     if result.validation_loss is not None:

@@ -19,6 +19,7 @@ from apar_core.errors import TreeError
 from apar_core.formats.parallel_format import Branch, branches
 from apar_core.formats.shipped_formats import THREADWEAVER
 from apar_core.offline.data.records import ParagraphRecord, flat_text, thread_paragraphs
+from apar_core.offline.data.structure import split_thought
 
 FORMAT = THREADWEAVER
 assert FORMAT.join is not None
@@ -30,7 +31,10 @@ OUTLINES_START = "<Outlines>"
 AFTER_THREADS = _JOIN.suffix
 """What the parent reads after the last thread, before it writes again."""
 
-_LIST_MARKER = re.compile(r"(?:\d+[.)]|[-*•])\s+")
+# The number or bullet of a heading, in front of which there may be marks of Markdown.
+_LIST_MARKER = re.compile(
+    r"(?:#{1,6}\s+)?(?:(?P<open>[*_]{0,3})(?:\d+[.)]|[-*•])|[*_]{1,3}\d+[.)][*_]{1,3})\s+"
+)
 _SMALLEST_BLOCK = 2
 
 
@@ -108,25 +112,48 @@ class _Writer:
             self._write_block(forks, _closing(first).strip())
 
     def _write_block(self, forks: list[tuple[str, ParagraphRecord]], closing: str) -> None:
-        introduction, line_break, heading = forks[0][0].rpartition("\n")
-        headings = [heading, *(text for text, _ in forks[1:])]
-        headings = [_LIST_MARKER.sub("", text.strip(), count=1) for text in headings]
+        introduction, heading = _introduction(forks[0][0])
+        # Text between two details belongs to the second one's thread.
+        leads = ["", *(_last_line(text.strip())[0] for text, _ in forks[1:])]
+        headings = [heading, *(_last_line(text.strip())[1] for text, _ in forks[1:])]
+        headings = [_heading(text) for text in headings]
         outlines = "".join(
             f"<Outline>{number}: {text.replace('**', '').rstrip(':')}</Outline>\n"
             for number, text in enumerate(headings, start=1)
         )
-        opening = (
-            f"{introduction}{line_break}<Parallel>\n{OUTLINES_START}\n{outlines}{FORMAT.trigger}"
-        )
+        opening = f"{introduction}<Parallel>\n{OUTLINES_START}\n{outlines}{FORMAT.trigger}"
         self.parent.append(self.text + opening)
         self.blocks.append(
             tuple(
-                f" {heading}{flat_text(detail)}\n{THREAD_END}"
-                for heading, (_, detail) in zip(headings, forks, strict=True)
+                f" {lead}{heading}{flat_text(detail)}\n{THREAD_END}"
+                for lead, heading, (_, detail) in zip(leads, headings, forks, strict=True)
             )
         )
         conclusion = f"<Conclusion>\n{closing}\n</Conclusion>\n" if closing else ""
         self.text = f"{conclusion}</Parallel>"
+
+
+def _introduction(text: str) -> tuple[str, str]:
+    """Return what comes before a block's first heading, and the heading.
+
+    A thought and the blank before an answer are written before the block.
+    """
+    thought, rest = split_thought(text)
+    before, heading = _last_line(rest)
+    blank = "" if before else heading[: len(heading) - len(heading.lstrip())]
+    return f"{thought}{before}{blank}", heading
+
+
+def _last_line(text: str) -> tuple[str, str]:
+    before, line_break, last = text.rpartition("\n")
+    return before + line_break, last
+
+
+def _heading(text: str) -> str:
+    """Return a heading without the number or bullet of its point."""
+    heading = text.strip()
+    marker = _LIST_MARKER.match(heading)
+    return heading if marker is None else (marker["open"] or "") + heading[marker.end() :]
 
 
 def _forks(first: ParagraphRecord) -> Iterator[tuple[str, ParagraphRecord]]:
@@ -174,19 +201,29 @@ class JoinedTokens:
         return token_ids
 
 
-def joined_tokens(answer: JoinedAnswer, encode: Callable[[str], list[int]]) -> JoinedTokens:
-    """Return the answer as tokens; each text that is generated or forced is encoded by itself."""
+EncodeText = Callable[[str], list[int]]
+
+
+def joined_tokens(
+    answer: JoinedAnswer, encode: EncodeText, encode_forced: EncodeText | None = None
+) -> JoinedTokens:
+    """Return the answer as tokens; each text that is generated or forced is encoded by itself.
+
+    `encode_forced` encodes what the engine forces, by default as the rest.
+    """
     return JoinedTokens(
         tuple(encode(text) for text in answer.parent),
-        tuple(_joined_block(threads, encode) for threads in answer.blocks),
+        tuple(_joined_block(threads, encode, encode_forced or encode) for threads in answer.blocks),
     )
 
 
-def _joined_block(threads: Sequence[str], encode: Callable[[str], list[int]]) -> JoinedBlock:
+def _joined_block(
+    threads: Sequence[str], encode: EncodeText, encode_forced: EncodeText
+) -> JoinedBlock:
     numbers = [str(index + 1) for index in range(len(threads))]
     texts = tuple(encode(text) for text in threads)
     rest: list[int] = []
     for number, text in list(zip(numbers, texts, strict=True))[1:]:
-        rest += [*encode(thread_header(number, first=False)), *text]
-    seeds = tuple(encode(thread_header(number, first=True)) for number in numbers)
-    return JoinedBlock(seeds, texts, [*rest, *encode(AFTER_THREADS)])
+        rest += [*encode_forced(thread_header(number, first=False)), *text]
+    seeds = tuple(encode_forced(thread_header(number, first=True)) for number in numbers)
+    return JoinedBlock(seeds, texts, [*rest, *encode_forced(AFTER_THREADS)])

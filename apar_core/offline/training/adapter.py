@@ -1,11 +1,11 @@
 """Save a trained LoRA adapter for serving beside its base model, without merging.
 
 vLLM serves low-rank factors only. It takes no module that was trained in full, no single rows of
-the embeddings (PEFT's `trainable_token_indices`), and no additional vocabulary. APAR trains the
-rows of its two control tokens in full, so they are written as factors of rank 2: a matrix of zeros
-and ones that selects the tokens, times the difference of their rows. This is exact. PEFT loads
-such an adapter too, but must not merge it into a model with tied embeddings, where the difference
-would count twice. Sources: `vllm/lora/peft_helper.py`, `vllm/lora/lora_model.py`.
+the embeddings (PEFT's `trainable_token_indices`), and no additional vocabulary. The rows of a
+format's tokens are trained in full, so they are written as factors with a rank for each token: a
+matrix of zeros and ones that selects the tokens, times the difference of their rows. This is exact.
+PEFT loads such an adapter too, but must not merge it into a model with tied embeddings, where the
+difference would count twice. Sources: `vllm/lora/peft_helper.py`, `vllm/lora/lora_model.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FACTORS = (".lora_A.", ".lora_B.")
 def save_adapter(model: PeftModel, folder: Path) -> None:
     """Write a model's adapter (float32) and its configuration.
 
-    The base model beside it must be saved in bfloat16, with its original rows of the control
+    The base model beside it must be saved in bfloat16, with its original rows of the format's
     tokens.
     """
     tensors = {

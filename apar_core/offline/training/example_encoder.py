@@ -13,8 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -22,24 +21,21 @@ from transformers import PreTrainedTokenizerBase
 
 from apar_core.errors import TrainingError
 from apar_core.formats.control_tokens import (
-    ControlTokens,
+    Markers,
     PlainSpellings,
     TreeTokens,
-    find_control_tokens,
     neutralise,
     plain_spellings,
 )
-from apar_core.offline.data.records import ExampleRecord
-from apar_core.offline.data.sources import ItemRefusedError
+from apar_core.offline.data.records import ExampleRecord, ParagraphRecord
 from apar_core.offline.data.structure import THOUGHT_CLOSING, THOUGHT_OPENING
 from apar_core.offline.training.chat_format import (
     ChatFormat,
-    ChatRefusedError,
     chat_format,
     chat_token_ids,
 )
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices, pack_tree
-from apar_core.offline.training.pretrained import load_tokenizer, tree_tokens, with_control_tokens
+from apar_core.offline.training.pretrained import control_tokens, tree_tokens
 
 # Text that tokenizers tend to change: whitespace at both ends, line breaks, several scripts.
 _PROBE = ("a b", " c\n\n", "1. d:", "  e ", "\n", "é漢🙂", "f")
@@ -162,30 +158,34 @@ class EncodingCounts:
 
 @dataclass
 class ExampleEncoder:
-    """Packs examples with one tokenizer; `counts` accumulates over calls of `encode`."""
+    """Packs examples with one tokenizer; `counts` accumulates over calls of `encode`.
+
+    Answers are packed as APAR's trees. A subclass for another format has other `_markers`, and
+    packs answers in its own way.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     context_length: int
     counts: EncodingCounts = field(default_factory=EncodingCounts)
 
     @cached_property
+    def _markers(self) -> Markers:
+        return control_tokens(self.tokenizer)
+
+    def _pack_answer(self, prompt_ids: list[int], answer: ParagraphRecord) -> PackedTree:
+        return pack_tree(prompt_ids, answer, self._encode_piece, self._tokens)
+
+    @cached_property
     def _tokens(self) -> TreeTokens:
         return tree_tokens(self.tokenizer)
 
     @cached_property
-    def _control(self) -> ControlTokens:
-        control = find_control_tokens(self.tokenizer.get_vocab())
-        if control is None:
-            raise TrainingError("the tokenizer has no control tokens")
-        return control
-
-    @cached_property
     def _spellings(self) -> PlainSpellings:
-        return plain_spellings(self._control, self.tokenizer)
+        return plain_spellings(self._markers, self.tokenizer)
 
     @cached_property
     def _encode_piece(self) -> PieceEncoder:
-        return build_piece_encoder(self.tokenizer, (self._control.fork_id, self._control.child_id))
+        return build_piece_encoder(self.tokenizer, self._markers.texts)
 
     @cached_property
     def _format(self) -> ChatFormat:
@@ -198,8 +198,7 @@ class ExampleEncoder:
         else:
             suffix, answer = self._format.placed(example.answer)
             prompt_ids = chat_token_ids(example.messages, self.tokenizer, suffix=suffix)
-        prompt_ids = neutralise(prompt_ids, self._spellings)
-        return pack_tree(prompt_ids, answer, self._encode_piece, self._tokens)
+        return self._pack_answer(neutralise(prompt_ids, self._spellings), answer)
 
     def fitted(self, example: ExampleRecord) -> ExampleRecord | None:
         """Drop as few of the oldest turns as needed to fit the context; None if impossible.
@@ -297,36 +296,3 @@ def cut_tree(packed: PackedTree, max_tokens: int) -> PackedTree | None:
         segments=segments[:end],
         segment_parents=packed.segment_parents[: max(segments[:end]) + 1],
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ContextFit:
-    """Fits prepared examples to `context_length` tokens of a model by dropping their oldest turns.
-
-    Each process loads its own tokenizer.
-    """
-
-    model_name: str
-    context_length: int
-    chat_template: Path | None = None
-
-    def check(self) -> None:
-        """Raise TrainingError if the tokenizer cannot be loaded or cannot encode examples."""
-        tree_tokens(_encoder(self).tokenizer)
-
-    def __call__(self, example: ExampleRecord) -> ExampleRecord | None:
-        """Return the fitted example, or None if its last question and answer are too long.
-
-        Raises ItemRefusedError if the chat template rejects the chat.
-        """
-        try:
-            return _encoder(self).fitted(example)
-        except ChatRefusedError as error:
-            raise ItemRefusedError("refused by the chat template", str(error)) from error
-
-
-@cache
-def _encoder(fit: ContextFit) -> ExampleEncoder:
-    tokenizer = load_tokenizer(fit.model_name, fit.chat_template)
-    with_control_tokens(tokenizer)
-    return ExampleEncoder(tokenizer, fit.context_length)

@@ -1,11 +1,11 @@
-"""Fine-tuning of causal language models to APAR, and resumption of interrupted runs."""
+"""Fine-tuning of causal language models to fork, and resumption of interrupted runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from transformers.utils.hub import cached_file
 
 from apar_core.checkpoint_folder import ADAPTER_FOLDER
 from apar_core.errors import TrainingError
-from apar_core.formats.control_tokens import ControlTokens
 from apar_core.offline.data.example_file import example_files, read_examples
 from apar_core.offline.data.records import ExampleRecord, count_forks
 from apar_core.offline.training.adapter import save_adapter
+from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.example_encoder import EncodingCounts, ExampleEncoder
 from apar_core.offline.training.pretrained import (
-    add_control_tokens,
+    CONTROL_TOKENS,
+    add_tokens,
     check_model,
     is_sharded,
     load_model,
@@ -34,9 +35,9 @@ from apar_core.offline.training.pretrained import (
     recipe_dtype,
     save_pretrained,
     stop_at,
-    tree_tokens,
 )
 from apar_core.offline.training.recipe import LoraSettings, TrainingRecipe
+from apar_core.offline.training.trained_formats import TRAINED_FORMATS
 from apar_core.offline.training.tree_dataset import (
     RowList,
     StepRows,
@@ -73,7 +74,7 @@ _FREE_FIELDS = {
 }
 
 Inputs = Mapping[str, str]
-"""SHA-256 digests of model, tokenizer, chat template and data."""
+"""SHA-256 digests of model, tokenizer, chat template and data; name of the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,35 +116,42 @@ def fine_tune(
     out: Path,
     recipe: TrainingRecipe,
     *,
+    format_name: str = CONTROL_TOKENS.name,
     chat_template: Path | None = None,
     resume: bool = False,
     on_step: OnStep | None = None,
 ) -> TrainingResult:
     """Train a model on the examples in `data` and write a checkpoint to `out`.
 
-    `apar serve` can load the checkpoint: adapters are merged unless the recipe keeps them separate,
-    and the tokenizer has control tokens and a chat template. Raises TrainingError or DataError for
-    invalid inputs.
+    `format_name` is one of `TRAINED_FORMATS`. `apar serve` can load the checkpoint: adapters are
+    merged unless the recipe keeps them separate, and the tokenizer has the format's tokens and a
+    chat template. Raises TrainingError or DataError for invalid inputs.
     """
+    trained_format = TRAINED_FORMATS[format_name]
     tokenizer = load_tokenizer(model_name, chat_template)
-    inputs = run_inputs(model_name, tokenizer, data)
+    inputs = {**run_inputs(model_name, tokenizer, data), "format": format_name}
     last = last_checkpoint(out, recipe, inputs, resume=resume)
     check_model(model_name, recipe.context_length)
     arguments = training_arguments(recipe, out, tensorboard=True, save=True)
     if recipe.lora is not None and is_sharded():
         raise TrainingError("lora cannot be merged into a sharded model: train without FSDP")
     model = load_model(model_name, recipe_dtype(recipe), arguments.device)
-    control = add_control_tokens(
-        model, tokenizer, multiple=recipe.vocabulary_multiple, seed=recipe.seed
+    tokenizer = add_tokens(
+        model,
+        tokenizer,
+        trained_format.tokens,
+        multiple=recipe.vocabulary_multiple,
+        seed=recipe.seed,
     )
-    stop_at(model, tokenizer, tree_tokens(tokenizer).end_id)
-    encoder = ExampleEncoder(tokenizer, recipe.context_length)
+    stop_at(model, tokenizer, turn_end_id(tokenizer))
+    encoder = trained_format.encoder(tokenizer, recipe.context_length)
     training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
     collator = TreeCollator.for_model(model, pad_token_id(tokenizer))
     plan = plan_rows(training, validation, recipe, arguments.world_size, collator.multiple)
+    token_ids = trained_format.tokens.ids(tokenizer.get_vocab())
     # The Trainer does so too late for the first weights of adapters.
     torch.manual_seed(recipe.seed)
-    trained = model if recipe.lora is None else adapted(model, recipe.lora, control)
+    trained = model if recipe.lora is None else adapted(model, recipe.lora, token_ids)
     prepare_weights(trained)
     trainer = TreeTrainer(
         trained,
@@ -205,12 +213,11 @@ def plan_rows(
     return RowPlan(rows, RowList(rows_of(validation.all_rows, recipe)), padding)
 
 
-def adapted(model: PreTrainedModel, lora: LoraSettings, control: ControlTokens) -> PeftModel:
-    """Return the model with adapters; of the embeddings, only the control tokens' rows train."""
-    tokens = [control.fork_id, control.child_id]
+def adapted(model: PreTrainedModel, lora: LoraSettings, token_ids: Sequence[int]) -> PeftModel:
+    """Return the model with adapters; of the embeddings, only these tokens' rows train."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     names = {
-        name: tokens
+        name: list(token_ids)
         for name, module in model.named_modules()
         if module is model.get_input_embeddings()
         or (module is model.get_output_embeddings() and not tied)
@@ -327,9 +334,11 @@ def _refuse_other_recipe(recorded: Path, recipe: TrainingRecipe) -> None:
 def _refuse_other_inputs(recorded: Path, inputs: Inputs) -> None:
     if not recorded.is_file():
         return
-    before: dict[str, str] = json.loads(recorded.read_text())
+    # Earlier versions knew one format and did not record it.
+    before: dict[str, str] = {"format": CONTROL_TOKENS.name} | json.loads(recorded.read_text())
     changes = [
-        f"the {name} has changed (SHA-256 was {before[name][:12]}, is {inputs[name][:12]})"
+        f"the {name} has changed ({'' if name == 'format' else 'SHA-256 '}was {before[name][:12]}, "
+        f"is {inputs[name][:12]})"
         for name in inputs
         if name in before and before[name] != inputs[name]
     ]

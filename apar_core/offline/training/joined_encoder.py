@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-from apar_core.errors import TrainingError
-from apar_core.formats.control_tokens import find_control_tokens
+from apar_core.formats.resolved_format import ResolvedFormat, resolve
 from apar_core.offline.data.joined import (
+    FORMAT,
     MARKERS,
     JoinedBlock,
     JoinedTokens,
     joined_answer,
     joined_tokens,
 )
-from apar_core.offline.data.records import ExampleRecord
+from apar_core.offline.data.records import ParagraphRecord, flat_text
 from apar_core.offline.training.chat_format import turn_end_id
-from apar_core.offline.training.example_encoder import (
-    PieceEncoder,
-    build_piece_encoder,
-    prompt_token_ids,
-)
+from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, pack_joined
+from apar_core.offline.training.pretrained import FormatTokens
+
+MARKER_TOKENS = FormatTokens(FORMAT.name, (MARKERS,), as_words=True)
 
 _MARKER = re.compile("|".join(f"({re.escape(marker)})" for marker in MARKERS))
 
@@ -36,68 +30,16 @@ _MARKER = re.compile("|".join(f"({re.escape(marker)})" for marker in MARKERS))
 _START_TOKENS = 6
 
 
-def threadweaver_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with ThreadWeaver's markers as special tokens.
-
-    The first two take the ids of the control tokens, which would announce another format. Raises
-    TrainingError if the tokenizer has none.
-    """
-    control = find_control_tokens(tokenizer.get_vocab())
-    if control is None:
-        raise TrainingError("the tokenizer has no control tokens that markers could replace")
-    replaced = [control.fork_id, control.child_id]
-    settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = settings["model"]["vocab"]
-    new_ids = range(len(tokenizer), len(tokenizer) + len(MARKERS) - len(replaced))
-    markers = dict(zip(MARKERS, [*replaced, *new_ids], strict=True))
-    kept = [token for token in settings["added_tokens"] if token["id"] not in replaced]
-    template = settings["added_tokens"][0]
-    for name in tokenizer.convert_ids_to_tokens(replaced):
-        vocabulary.pop(name, None)
-    vocabulary.update(markers)
-    added = [*kept, *(template | {"id": i, "content": name} for name, i in markers.items())]
-    settings["added_tokens"] = sorted(added, key=lambda token: int(token["id"]))
-    named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(settings)),
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.pad_token,
-        extra_special_tokens=[
-            token["content"] for token in settings["added_tokens"] if token["content"] not in named
-        ],
-        clean_up_tokenization_spaces=False,
-        model_max_length=tokenizer.model_max_length,
-        chat_template=tokenizer.chat_template,
-    )
-
-
-def start_marker_embeddings(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give each marker the mean embedding of its text without angle brackets.
-
-
-    ThreadWeaver starts its markers in the same way. The vocabulary grows as needed; output
-    embeddings must be tied to it.
-    """
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    embeddings = model.model.embed_tokens.weight
-    with torch.no_grad():
-        for marker in MARKERS:
-            word_ids = tokenizer(marker.strip("<>"), add_special_tokens=False)["input_ids"]
-            marker_id = tokenizer.convert_tokens_to_ids(marker)
-            embeddings[marker_id] = embeddings[word_ids].mean(dim=0)
-
-
 @dataclass
-class JoinedEncoder:
+class JoinedEncoder(ExampleEncoder):
     """Packs examples whose answers fork as answers that join; text is encoded in pieces.
 
+    What the engine forces (seeds, headers, the text behind the threads) has the engine's tokens.
     With `start_share`, that share of the answers with threads is packed up to the first tokens of
     the first block's threads, which alone are learned. That a thread finds its outline by its
     number is in these few tokens, and such a row has a quarter of the tokens of a whole one.
     """
 
-    tokenizer: PreTrainedTokenizerFast
     start_share: float = 0.0
     seed: int = 0
 
@@ -106,36 +48,43 @@ class JoinedEncoder:
         return random.Random(self.seed)
 
     @cached_property
+    def _markers(self) -> ResolvedFormat:
+        return resolve(FORMAT, self.tokenizer)
+
+    @cached_property
     def _marker_ids(self) -> dict[str, int]:
         vocabulary = self.tokenizer.get_vocab()
         return {marker: vocabulary[marker] for marker in MARKERS}
 
     @cached_property
-    def _encode_piece(self) -> PieceEncoder:
-        return build_piece_encoder(self.tokenizer, self._marker_ids.values())
-
-    @cached_property
     def _end_id(self) -> int:
         return turn_end_id(self.tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text; markers become their special tokens."""
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a text that the model writes; markers become special tokens.
+
+        Null characters are removed: one inside a marker makes it ordinary text.
+        """
         token_ids: list[int] = []
         for piece in _MARKER.split(text):
             marker_id = self._marker_ids.get(piece or "")
             if marker_id is not None:
                 token_ids.append(marker_id)
             elif piece:
-                token_ids += self._encode_piece(piece)
+                token_ids += self._encode_piece(piece.replace("\0", ""))
         return token_ids
 
-    def pack(self, example: ExampleRecord) -> PackedTree:
-        """Return the example as one row of any length."""
-        prompt_ids = prompt_token_ids(example, self.tokenizer)
-        answer = joined_tokens(joined_answer(example.answer), self.encode)
-        if answer.blocks and self._rng.random() < self.start_share:
-            return self._starts(prompt_ids, answer)
-        return pack_joined(prompt_ids, answer, self._end_id)
+    def encode_forced(self, text: str) -> list[int]:
+        """Return the tokens of a text that the engine forces."""
+        return list(self._markers.as_one_text([self.encode_text(text)], text))
+
+    def _pack_answer(self, prompt_ids: list[int], answer: ParagraphRecord) -> PackedTree:
+        if _MARKER.search(flat_text(answer)):
+            answer = _without_markers(answer)
+        tokens = joined_tokens(joined_answer(answer), self.encode_text, self.encode_forced)
+        if tokens.blocks and self._rng.random() < self.start_share:
+            return self._starts(prompt_ids, tokens)
+        return pack_joined(prompt_ids, tokens, self._end_id)
 
     def _starts(self, prompt_ids: list[int], answer: JoinedTokens) -> PackedTree:
         first = answer.blocks[0]
@@ -155,3 +104,14 @@ class JoinedEncoder:
             row.segments[:-1],
             row.segment_parents[:-1],
         )
+
+
+def _without_markers(answer: ParagraphRecord) -> ParagraphRecord:
+    """Return the answer with a null character in each marker that its text spells."""
+    child, sibling = answer.first_child, answer.next_sibling
+    return replace(
+        answer,
+        text=_MARKER.sub(lambda found: f"{found[0][0]}\0{found[0][1:]}", answer.text),
+        first_child=None if child is None else _without_markers(child),
+        next_sibling=None if sibling is None else _without_markers(sibling),
+    )

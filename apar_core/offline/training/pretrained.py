@@ -1,11 +1,15 @@
-"""Pretrained models: load model and tokenizer, add control tokens, save a servable checkpoint."""
+"""Pretrained models: load model and tokenizer, add a format's tokens, save a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
@@ -30,6 +34,8 @@ from apar_core.formats.control_tokens import (
     TreeTokens,
     find_control_tokens,
 )
+from apar_core.formats.resolved_format import find_format
+from apar_core.formats.shipped_formats import APAR
 from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.recipe import TrainingRecipe
@@ -38,7 +44,7 @@ from apar_core.offline.training.tree_forward import FLEX, SDPA, limited_attentio
 logger = logging.getLogger(__name__)
 VICUNA_TEMPLATE = Path(__file__).with_name("vicuna_template.jinja")
 
-# Share of the other rows' spread: enough to distinguish the two tokens, otherwise negligible.
+# Share of the other rows' spread: enough to distinguish the tokens, otherwise negligible.
 _NOISE_SHARE = 0.1
 
 
@@ -145,48 +151,127 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
 
-def add_control_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, multiple: int, seed: int
-) -> ControlTokens:
-    """Add the control tokens to tokenizer and model unless they have them; return the tokens.
+@dataclass(frozen=True, slots=True)
+class FormatTokens:
+    """Tokens that a format adds to a model.
 
-    A new row is the mean of all rows plus noise of a tenth of their spread. With the mean as output
-    row, a new token starts about as likely as an average one, and the model's other predictions
-    hardly change; a random row could win every argmax. The noise distinguishes the two tokens.
+    name: of the format. spellings: complete sets of tokens; the first one is added if the tokenizer
+    has none. as_words: whether a new token begins as the mean of the tokens of the word in its
+    brackets, as in ThreadWeaver (arXiv 2512.07843), instead of the mean of all tokens.
     """
-    are_new = find_control_tokens(tokenizer.get_vocab()) is None
-    control = with_control_tokens(tokenizer)
-    if are_new:
-        _grow(model, len(tokenizer), multiple)
-        _initialise_rows(model, control, seed)
-        extra = {"fork": control.fork_id, "child": control.child_id}
-        logger.info("control tokens added", extra=extra)
-    elif _grow(model, max(control.fork_id, control.child_id) + 1, multiple):
-        _initialise_rows(model, control, seed)
-    return control
+
+    name: str
+    spellings: tuple[tuple[str, ...], ...]
+    as_words: bool = False
+
+    def spelling(self, vocabulary: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the tokens that a vocabulary has or will get."""
+        complete = (each for each in self.spellings if all(text in vocabulary for text in each))
+        return next(complete, self.spellings[0])
+
+    def ids(self, vocabulary: Mapping[str, int]) -> list[int]:
+        """Return the ids of the tokens in a vocabulary that has them."""
+        return [vocabulary[text] for text in self.spelling(vocabulary)]
 
 
-def with_control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
-    """Add the control tokens to a tokenizer unless it has them; return the tokens."""
-    known = find_control_tokens(tokenizer.get_vocab())
-    if known is not None:
-        return known
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": list(SPELLINGS[0])}, replace_extra_special_tokens=False
-    )
-    known = find_control_tokens(tokenizer.get_vocab())
-    if known is None:
-        raise TrainingError(f"the tokenizer does not accept the tokens {SPELLINGS[0]}")
-    return known
+CONTROL_TOKENS = FormatTokens(APAR.name, SPELLINGS)
 
 
-def _grow(model: PreTrainedModel, num_tokens: int, multiple: int) -> bool:
-    """Enlarge the embeddings if they have fewer rows; return whether they grew."""
-    if len(_input_rows(model)) >= num_tokens:
-        return False
-    padded = math.ceil(num_tokens / multiple) * multiple
-    model.resize_token_embeddings(padded, mean_resizing=False)
-    return True
+def add_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: FormatTokens,
+    *,
+    multiple: int,
+    seed: int,
+) -> PreTrainedTokenizerBase:
+    """Add a format's tokens to tokenizer and model unless they have them; return the tokenizer.
+
+    Rows that exist are kept. A new row is the mean of the rows of its word, or the mean of all rows
+    plus noise of a tenth of their spread. With the mean as output row, a new token starts about as
+    likely as an average one, and the model's other predictions hardly change; a random row could
+    win every argmax. The noise distinguishes the tokens. Raises TrainingError as `with_tokens`.
+    """
+    before = tokenizer.get_vocab()
+    tokenizer = with_tokens(tokenizer, tokens)
+    vocabulary = tokenizer.get_vocab()
+    num_rows = len(_input_rows(model))
+    new = {
+        vocabulary[text]: _word_ids(text, tokenizer) if tokens.as_words else []
+        for text in tokens.spelling(vocabulary)
+        if text not in before or vocabulary[text] >= num_rows
+    }
+    if not new:
+        return tokenizer
+    _grow(model, max(len(tokenizer), *(token_id + 1 for token_id in new)), multiple)
+    # A token that took the place of another has a row between used ones.
+    taken = set(before.values())
+    num_used = min([i for i in new if i not in taken or i >= num_rows], default=num_rows)
+    _initialise_rows(model, new, min(num_used, num_rows), seed)
+    logger.info("tokens added", extra={"format": tokens.name, "token_ids": sorted(new)})
+    return tokenizer
+
+
+def with_tokens(
+    tokenizer: PreTrainedTokenizerBase, tokens: FormatTokens
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a format's tokens, as special tokens where they are new.
+
+    A checkpoint has one format. So the tokens take the ids of APAR's control tokens if these are
+    there. Raises TrainingError if the tokenizer has the tokens of another format, and
+    CheckpointError if a control token lacks its partner.
+    """
+    vocabulary = tokenizer.get_vocab()
+    missing = [text for text in tokens.spelling(vocabulary) if text not in vocabulary]
+    if not missing:
+        return tokenizer
+    found = find_format(vocabulary)
+    control = find_control_tokens(vocabulary)
+    if control is not None:
+        logger.warning("the tokens of format %r replace the model's control tokens", tokens.name)
+        names = dict(zip((control.fork_text, control.child_text), missing, strict=False))
+        tokenizer, missing = _renamed(tokenizer, names), missing[len(names) :]
+    elif found is not None:
+        raise TrainingError(
+            f"the model has the tokens of format {found.definition.name!r}, and a checkpoint has "
+            f"one format: train its base model for format {tokens.name!r}"
+        )
+    if missing:
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": missing}, replace_extra_special_tokens=False
+        )
+    lost = [text for text in missing if text not in tokenizer.get_vocab()]
+    if lost:
+        raise TrainingError(f"the tokenizer does not accept the tokens {lost}")
+    return tokenizer
+
+
+def _renamed(tokenizer: PreTrainedTokenizerBase, names: Mapping[str, str]) -> Any:
+    """Return the tokenizer with other spellings of some tokens, which keep their ids."""
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {names.get(key, key): renamed(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [renamed(inner) for inner in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in Path(folder).glob("*.json"):
+            path.write_text(json.dumps(renamed(json.loads(path.read_text("utf-8")))), "utf-8")
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def _word_ids(marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer(marker.strip("<>"), add_special_tokens=False)["input_ids"])
+
+
+def _grow(model: PreTrainedModel, num_tokens: int, multiple: int) -> None:
+    """Enlarge the embeddings if they have fewer rows."""
+    if len(_input_rows(model)) < num_tokens:
+        padded = math.ceil(num_tokens / multiple) * multiple
+        model.resize_token_embeddings(padded, mean_resizing=False)
 
 
 def _input_rows(model: PreTrainedModel) -> Tensor:
@@ -196,26 +281,50 @@ def _input_rows(model: PreTrainedModel) -> Tensor:
 
 
 @torch.no_grad()
-def _initialise_rows(model: PreTrainedModel, control: ControlTokens, seed: int) -> None:
+def _initialise_rows(
+    model: PreTrainedModel, new: Mapping[int, Sequence[int]], num_used: int, seed: int
+) -> None:
+    """Set the rows of new tokens, each to the mean of the given rows; none are all used ones.
+
+    Rows from `num_used` on are new or padding.
+    """
     generator = torch.Generator().manual_seed(seed)
-    new = {control.fork_id, control.child_id}
     inputs = _input_rows(model)
     head = model.get_output_embeddings()
     matrices = [inputs]
     if head is not None and head.weight is not inputs:
         matrices.append(head.weight)
-        bias = getattr(head, "bias", None)
-        if bias is not None:
-            bias[sorted(new)] = bias[: min(new)].mean()
+    bias_V = getattr(head, "bias", None)
+    if bias_V is not None:
+        old_V = bias_V[:num_used].float()
+        bias_V[num_used:] = old_V.mean().to(bias_V.dtype)
+        for token_id, words in new.items():
+            bias_V[token_id] = (old_V[list(words)] if words else old_V).mean().to(bias_V.dtype)
     for matrix_VD in matrices:
-        # All rows from the first new one are new or padding.
-        old_VD = matrix_VD[: min(new)].float()
+        old_VD = matrix_VD[:num_used].float()
         mean_D, spread_D = old_VD.mean(0), old_VD.std(0)
-        matrix_VD[min(new) :] = mean_D.to(matrix_VD.dtype)
+        matrix_VD[num_used:] = mean_D.to(matrix_VD.dtype)
         for token_id in sorted(new):
-            noise_D = torch.randn(mean_D.shape, generator=generator).to(mean_D)
-            row_D = mean_D + _NOISE_SHARE * spread_D * noise_D
+            if words := list(new[token_id]):
+                row_D = old_VD[words].mean(0)
+            else:
+                noise_D = torch.randn(mean_D.shape, generator=generator).to(mean_D)
+                row_D = mean_D + _NOISE_SHARE * spread_D * noise_D
             matrix_VD[token_id] = row_D.to(matrix_VD.dtype)
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+    """Return the control tokens of a tokenizer. Raises TrainingError if it has none."""
+    control = find_control_tokens(tokenizer.get_vocab())
+    if control is None:
+        found = find_format(tokenizer.get_vocab())
+        raise TrainingError(
+            "the tokenizer has no control tokens: train the model with `apar train`"
+            if found is None
+            else f"the model has the tokens of format {found.definition.name!r}, but this needs a "
+            "model with APAR's control tokens"
+        )
+    return control
 
 
 def tree_tokens(tokenizer: PreTrainedTokenizerBase) -> TreeTokens:
@@ -223,11 +332,7 @@ def tree_tokens(tokenizer: PreTrainedTokenizerBase) -> TreeTokens:
 
     Raises TrainingError if one of them is missing.
     """
-    control = find_control_tokens(tokenizer.get_vocab())
-    if control is None:
-        raise TrainingError(
-            "the tokenizer has no control tokens: train the model with `apar train`"
-        )
+    control = control_tokens(tokenizer)
     return TreeTokens(control.fork_id, control.child_id, turn_end_id(tokenizer))
 
 

@@ -19,6 +19,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
@@ -35,13 +36,9 @@ from apar_core.offline.data.tiny_corpus.generator import (
     vocabulary_texts,
 )
 from apar_core.offline.training.example_encoder import ExampleEncoder
-from apar_core.offline.training.joined_encoder import (
-    JoinedEncoder,
-    start_marker_embeddings,
-    threadweaver_tokenizer,
-)
+from apar_core.offline.training.joined_encoder import MARKER_TOKENS, JoinedEncoder
 from apar_core.offline.training.packing import PackedTree, join_trees
-from apar_core.offline.training.pretrained import pad_token_id
+from apar_core.offline.training.pretrained import add_tokens, load_tokenizer, pad_token_id
 from apar_core.offline.training.recipe import TrainingRecipe, load_recipe
 from apar_core.offline.training.tree_trainer import (
     OnStep,
@@ -217,7 +214,7 @@ def build_tiny_model(
 
 
 def save_checkpoint(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
     """Write the model (bfloat16), tokenizer and generation settings."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -379,13 +376,20 @@ def train_tiny_joins(
     """
     torch.set_num_threads(training_settings.num_executors)
     torch.manual_seed(training_settings.seed)
-    tokenizer = threadweaver_tokenizer(PreTrainedTokenizerFast.from_pretrained(checkpoint))
     model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    start_marker_embeddings(model, tokenizer)
+    tokenizer = add_tokens(
+        model, load_tokenizer(str(checkpoint)), MARKER_TOKENS, multiple=1,
+        seed=training_settings.seed,
+    )  # fmt: skip
     model.config.use_cache = False
 
     def encoder(phase: TrainingPhase) -> JoinedEncoder:
-        return JoinedEncoder(tokenizer, phase.start_share, training_settings.seed)
+        return JoinedEncoder(
+            tokenizer,
+            training_settings.model.max_positions,
+            start_share=phase.start_share,
+            seed=training_settings.seed,
+        )
 
     _train_phases(model, encoder, pad_token_id(tokenizer), training_settings, on_step)
     save_checkpoint(model.eval(), tokenizer, out)

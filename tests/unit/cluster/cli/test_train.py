@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -13,12 +14,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
+from apar_core.formats.resolved_format import find_format
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.speculation.acceptance import read_table
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads
 from apar_core.offline.speculation.prompt_tokens import load_prompt_tokens
+from apar_core.offline.training.trained_formats import TRAINED_FORMATS
 from apar_core.offline.training.tree_trainer import StepReport
+from cluster.cli.options import Format
 from cluster.cli.train import StepLines, step_progress
 from tests.fakes.apar_command import apar
 from tests.fakes.example_files import write_examples
@@ -69,6 +73,26 @@ def test_a_preset_can_be_trained(files: Path) -> None:
 
     assert result.exit_code == 0, result.output
     assert (files / "out" / "model.safetensors").is_file()
+
+
+def test_the_format_of_the_answers_can_be_chosen(files: Path) -> None:
+    result = run("train", files, "--steps", "1", "--format", "threadweaver")
+
+    assert result.exit_code == 0, result.output
+    assert "the tokens of format 'threadweaver' replace" in " ".join(result.output.split())
+    found = find_format(AutoTokenizer.from_pretrained(files / "out").get_vocab())
+    assert found is not None
+    assert found.definition.name == "threadweaver"
+    assert get_args(Format.__origin__) == tuple(TRAINED_FORMATS)
+
+
+@pytest.mark.parametrize("command", ["train", "train-medusa", "train-prompts"])
+def test_a_model_of_another_format_is_refused(files: Path, command: str) -> None:
+    result = run(command, files, "--steps", "1", "--model", "apar-tiny-threadweaver")
+
+    assert result.exit_code == 1
+    assert "format 'threadweaver'" in result.output
+    assert "Traceback" not in result.output
 
 
 def test_medusa_heads_are_trained_and_load(files: Path) -> None:

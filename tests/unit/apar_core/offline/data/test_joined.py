@@ -47,6 +47,51 @@ def test_a_detail_that_forks_is_a_block_of_its_own_behind_its_heading() -> None:
     assert joined.blocks[0] == (" A: a.\n</Thread>", " B: b.\n</Thread>")
 
 
+def test_text_between_two_details_is_in_the_second_thread_and_no_outline() -> None:
+    answer = chain(
+        [("Tea helps.", detail(" Drink it.")), ("\n\nRest.\n\nSleep helps.", detail(" Lie."))]
+    )
+
+    joined = joined_answer(answer)
+
+    assert "<Outline>1: Tea helps.</Outline>\n<Outline>2: Sleep helps.</Outline>" in joined.text
+    assert joined.blocks == (
+        (" Tea helps. Drink it.\n</Thread>", " Rest.\n\nSleep helps. Lie.\n</Thread>"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("heading", "expected"),
+    [
+        ("1. Tea:", "Tea:"),
+        ("10) Tea:", "Tea:"),
+        ("- Tea:", "Tea:"),
+        ("**1. Tea**:", "**Tea**:"),
+        ("**1.** Tea:", "Tea:"),
+        ("### 1. Tea:", "Tea:"),
+        ("Step 2. Tea:", "Step 2. Tea:"),
+        ("Tea - or water:", "Tea - or water:"),
+        ("*Tea*:", "*Tea*:"),
+    ],
+)
+def test_only_the_number_of_a_point_is_left_out(heading: str, expected: str) -> None:
+    joined = joined_answer(chain([(heading, detail(" A.")), ("\nRest:", detail(" B."))]))
+
+    assert joined.blocks[0][0] == f" {expected} A.\n</Thread>"
+
+
+def test_a_thought_and_the_blank_before_an_answer_come_before_the_block() -> None:
+    forks = [("<think>\nTea?\n</think>\n\n1. Tea:", detail(" A.")), ("\n2. Rest:", detail(" B."))]
+
+    assert joined_answer(chain(forks)).parent[0].startswith("<think>\nTea?\n</think>\n\n<Parallel>")
+    forks[0] = (" 1. Tea:", detail(" A."))
+    assert (
+        joined_answer(chain(forks))
+        .parent[0]
+        .startswith(" <Parallel>\n<Outlines>\n<Outline>1: Tea<")
+    )
+
+
 @pytest.mark.parametrize("text", ["Lima.", "First sentence. Second sentence."])
 def test_an_answer_without_forks_has_no_block(text: str) -> None:
     assert joined_answer(ParagraphRecord(text)) == JoinedAnswer((text,))

@@ -26,13 +26,17 @@ from transformers import (
 
 from apar_core.errors import DataError, TrainingError
 from apar_core.formats.control_tokens import find_control_tokens
+from apar_core.formats.resolved_format import find_format
 from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.data.example_file import STRUCTURED_FILE, UNSTRUCTURED_FILE
+from apar_core.offline.data.joined import MARKERS
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.training import pretrained
 from apar_core.offline.training.fine_tune import TrainingResult, adapted, fine_tune
+from apar_core.offline.training.joined_encoder import MARKER_TOKENS
 from apar_core.offline.training.pretrained import (
-    add_control_tokens,
+    CONTROL_TOKENS,
+    add_tokens,
     load_model,
     load_tokenizer,
     prepare_weights,
@@ -66,8 +70,11 @@ class Place:
     data: Path
     out: Path
 
-    def train(self, **changes: object) -> TrainingResult:
-        return fine_tune(str(self.model), self.data, self.out, RECIPE.model_copy(update=changes))
+    def train(self, *, to: str = "apar", resume: bool = False, **changes: object) -> TrainingResult:
+        return fine_tune(
+            str(self.model), self.data, self.out, RECIPE.model_copy(update=changes),
+            format_name=to, resume=resume,
+        )  # fmt: skip
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
@@ -241,6 +248,62 @@ def test_transformers_gets_the_model_merged_with_the_adapter_in_its_folder(
     assert any(not found[name].equal(weight.float()) for name, weight in base.items())
 
 
+def test_a_checkpoint_of_threadweaver_is_recognised(tmp_path: Path, tied: bool) -> None:
+    at = place(tmp_path, tied=tied)
+
+    result = at.train(to="threadweaver")
+
+    tokenizer = AutoTokenizer.from_pretrained(at.out)
+    found = find_format(tokenizer.get_vocab())
+    assert found is not None
+    assert found.definition.name == "threadweaver"
+    assert MARKERS[0] in tokenizer.all_special_tokens
+    assert AutoModelForCausalLM.from_pretrained(at.out).config.vocab_size % 8 == 0
+    assert ("lm_head.weight" in weights_of(at.out)) != tied
+    assert (result.counts.whole, result.counts.dropped) == (16, 0)
+
+
+def test_an_unmerged_adapter_has_a_rank_for_each_marker_and_equals_the_merged_one(
+    tmp_path: Path, tied: bool
+) -> None:
+    merged, beside = (place(tmp_path / name, tied=tied) for name in ("merged", "beside"))
+
+    for at, merge in ((merged, True), (beside, False)):
+        at.train(to="threadweaver", lora=LoraSettings(rank=2, alpha=4, merge=merge))
+
+    config = json.loads((beside.out / "adapter" / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == {"embed_tokens": len(MARKERS), "lm_head": len(MARKERS)}
+    factors = load_file(beside.out / "adapter" / "adapter_model.safetensors")
+    name = "base_model.model.model.embed_tokens.lora_embedding"
+    changes = {"model.embed_tokens": (factors[f"{name}_B"] @ factors[f"{name}_A"]).T}
+    if not tied:
+        name = "base_model.model.lm_head.lora"
+        changes["lm_head"] = factors[f"{name}_B.weight"] @ factors[f"{name}_A.weight"]
+    ids = MARKER_TOKENS.ids(AutoTokenizer.from_pretrained(beside.out).get_vocab())
+    for name, change in changes.items():
+        rows = weights_of(beside.out)[f"{name}.weight"].float() + change
+        expected = weights_of(merged.out)[f"{name}.weight"].float()
+        # One step of bfloat16.
+        torch.testing.assert_close(rows, expected, rtol=2**-8, atol=0)
+        assert change.abs().sum(1).nonzero().flatten().tolist() == sorted(ids)
+
+
+def test_a_run_is_not_resumed_in_another_format(tmp_path: Path) -> None:
+    at = place(tmp_path, tied=True)
+    at.train(num_steps=1, save_every_steps=1)
+
+    with pytest.raises(TrainingError, match=r"format has changed \(was apar, is threadweaver\)"):
+        at.train(to="threadweaver", resume=True, num_steps=1, save_every_steps=1)
+
+    # As an earlier version recorded it.
+    recorded = at.out / "checkpoints" / "inputs.json"
+    inputs = json.loads(recorded.read_text())
+    recorded.write_text(json.dumps({name: inputs[name] for name in inputs if name != "format"}))
+    with pytest.raises(TrainingError, match=r"format has changed \(was apar, is threadweaver\)"):
+        at.train(to="threadweaver", resume=True, num_steps=1, save_every_steps=1)
+    at.train(resume=True, num_steps=1, save_every_steps=1)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -322,8 +385,9 @@ def test_adamw_updates_float32_and_frozen_weights_stay_in_the_recipes_dtype(
     tokenizer = load_tokenizer(str(at.model))
     model = load_model(str(at.model), recipe_dtype(recipe), torch.device("cpu"))
     assert {part.dtype for part in model.parameters()} == {torch.bfloat16}
-    control = add_control_tokens(model, tokenizer, multiple=8, seed=0)
-    trained = model if lora is None else adapted(model, lora, control)
+    add_tokens(model, tokenizer, CONTROL_TOKENS, multiple=8, seed=0)
+    ids = CONTROL_TOKENS.ids(tokenizer.get_vocab())
+    trained = model if lora is None else adapted(model, lora, ids)
 
     prepare_weights(trained)
 
@@ -349,12 +413,12 @@ def test_processes_that_receive_shards_load_no_weights(
     at = place(tmp_path, tied=tied)
     tokenizer, cpu = load_tokenizer(str(at.model)), torch.device("cpu")
     loaded = load_model(str(at.model), torch.bfloat16, cpu)
-    add_control_tokens(loaded, tokenizer, multiple=8, seed=0)
+    add_tokens(loaded, tokenizer, CONTROL_TOKENS, multiple=8, seed=0)
     monkeypatch.setattr(pretrained, "is_fsdp_enabled", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
 
     empty = load_model(str(at.model), torch.bfloat16, cpu)
-    add_control_tokens(empty, load_tokenizer(str(at.model)), multiple=8, seed=0)
+    add_tokens(empty, load_tokenizer(str(at.model)), CONTROL_TOKENS, multiple=8, seed=0)
     assert all(part.is_meta for part in empty.parameters())
     prepare_weights(empty)
 

@@ -4,33 +4,47 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+import pytest
+from transformers import PreTrainedTokenizerBase
 
+from apar_core.formats.blocks import BlockRules
+from apar_core.formats.resolved_format import find_format
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.joined import (
+    FORMAT,
+    MARKERS,
     JoinedAnswer,
     joined_answer,
     joined_tokens,
     thread_header,
 )
-from apar_core.offline.data.records import ExampleRecord
+from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
+from apar_core.offline.data.structure import extract_tree
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.training.example_encoder import prompt_token_ids
-from apar_core.offline.training.joined_encoder import (
-    JoinedEncoder,
-    start_marker_embeddings,
-    threadweaver_tokenizer,
-)
+from apar_core.offline.training.joined_encoder import MARKER_TOKENS, JoinedEncoder
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, visible_segments
+from apar_core.offline.training.pretrained import load_tokenizer, with_tokens
+from tests.unit.apar_core.offline.training.test_chat_format import (
+    DEEPSEEK,
+    FAMILIES,
+    POINTS,
+    THOUGHT,
+    Family,
+    tokenizer_of,
+)
+from tests.unit.apar_core.offline.training.test_example_encoder import (
+    TOKENIZERS,
+    vicuna_tokenizer,
+)
 
 CORPUS = Corpus(0)
 
 
 @cache
 def encoder() -> JoinedEncoder:
-    shipped = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
-    return JoinedEncoder(threadweaver_tokenizer(shipped))
+    shipped = load_tokenizer(str(checkpoint_path()))
+    return JoinedEncoder(with_tokens(shipped, MARKER_TOKENS), 2048)
 
 
 def contexts(answer: JoinedAnswer) -> list[tuple[str, str]]:
@@ -64,7 +78,7 @@ def learned(packed: PackedTree) -> set[tuple[tuple[int, ...], int]]:
 
 
 def expected(example: ExampleRecord) -> set[tuple[tuple[int, ...], int]]:
-    encode = encoder().encode
+    encode = encoder().encode_text
     prompt_ids = prompt_token_ids(example, encoder().tokenizer)
     targets = set()
     generations = contexts(joined_answer(example.answer))
@@ -94,7 +108,7 @@ def test_joined_tokens_equal_those_of_the_joined_text() -> None:
     tokenizer = encoder().tokenizer
     for example in CORPUS.examples(40):
         answer = joined_answer(example.answer)
-        tokens = joined_tokens(answer, encoder().encode)
+        tokens = joined_tokens(answer, encoder().encode_text)
 
         assert tokens.flat == tokenizer(answer.text, add_special_tokens=False).input_ids
 
@@ -111,15 +125,99 @@ def test_markers_are_single_special_tokens_in_place_of_the_control_tokens() -> N
     assert len(tokenizer) == 4096 + 8
 
 
-def test_a_marker_starts_as_the_mean_of_its_word_and_other_tokens_stay() -> None:
-    model = LlamaForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32)
-    before = model.model.embed_tokens.weight.detach().clone()
+def learned_text(tokenizer: PreTrainedTokenizerBase, row: PackedTree) -> str:
+    learned = [target for target in row.targets if target != IGNORED_TARGET]
+    return str(tokenizer.decode(learned, clean_up_tokenization_spaces=False))
+
+
+def chat_example(answer: str | ParagraphRecord, question: str = "Tips?") -> ExampleRecord:
+    tree = extract_tree(answer).tree if isinstance(answer, str) else answer
+    return ExampleRecord("", (ChatMessage("user", question),), tree)
+
+
+# The server refuses a tokenizer that decodes a space before each text.
+SERVED = [name for name in TOKENIZERS if name != "byte-level with a prefix space"]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_the_engine_forces_has_its_tokens_with_any_tokenizer(name: str) -> None:
+    tokenizer = with_tokens(TOKENIZERS[name](), MARKER_TOKENS)
+    rules, encoder = BlockRules(FORMAT, tokenizer), JoinedEncoder(tokenizer, 2048)
+    found = find_format(tokenizer.get_vocab())
+    assert found is not None
+    assert found.definition is FORMAT
+
+    answer = joined_answer(extract_tree(f"Do this:\n\n{POINTS}\n\nThat is all.").tree)
+    tokens = joined_tokens(answer, encoder.encode_text, encoder.encode_forced)
+
+    (block,) = tokens.blocks
+    opened = rules.open(tokens.parent[0], list)
+    assert opened is not None
+    assert [list(child.seed) for child in opened.children] == list(block.seeds)
+    joined = rules.joined(opened, tokens.parent[0], block.texts)
+    assert list(joined.token_ids) == block.joined
+    assert joined.continues
+    assert all(text[-1] in rules.end_ids for text in block.texts)
+
+
+@FAMILIES
+def test_a_thought_is_written_before_the_block(family: Family) -> None:
+    tokenizer = with_tokens(tokenizer_of(family), MARKER_TOKENS)
+
+    row = JoinedEncoder(tokenizer, 1000).pack(chat_example(THOUGHT + POINTS))
+
+    thought = THOUGHT.removeprefix("<think>\n") if family is DEEPSEEK else THOUGHT
+    text = learned_text(tokenizer, row)
+    assert text.startswith(f"{thought}<Parallel>\n<Outlines>\n<Outline>1: Tune</Outline>")
+    assert text.endswith(f"</Parallel>{family.turn_end}")
+    vocabulary = tokenizer.get_vocab()
+    assert [list(row.token_ids).count(vocabulary[m]) for m in ("<think>", "</think>")] == [1, 1]
+
+
+def test_an_answer_begins_with_the_blank_of_the_template() -> None:
+    tokenizer = with_tokens(vicuna_tokenizer(), MARKER_TOKENS)
+
+    row = JoinedEncoder(tokenizer, 1000).pack(chat_example(POINTS))
+
+    learned = [target for target in row.targets if target != IGNORED_TARGET]
+    assert tokenizer.convert_ids_to_tokens(learned[:3]) == ["▁", "<Parallel>", "<0x0A>"]
+
+
+def test_markers_in_a_text_are_ordinary_text() -> None:
     tokenizer = encoder().tokenizer
+    tips = chain(
+        [
+            ("Tags:\n1. <Outline> 7:", ParagraphRecord(" Ends with </Thread> here.")),
+            ("\n2. </Outlines>:", ParagraphRecord(" Another <Parallel> one.")),
+        ],
+        closing="\n</Parallel>",
+    )
 
-    start_marker_embeddings(model, tokenizer)
+    row = encoder().pack(chat_example(tips, "What is <Thread>?"))
 
-    after = model.model.embed_tokens.weight
-    assert torch.equal(after[5:4096], before[5:])
-    word_ids = tokenizer("/Thread", add_special_tokens=False).input_ids
-    marker_id = tokenizer.convert_tokens_to_ids("</Thread>")
-    assert torch.allclose(after[marker_id], before[word_ids].mean(dim=0))
+    learned = [target for target in row.targets if target != IGNORED_TARGET]
+    vocabulary = tokenizer.get_vocab()
+    counts = {marker: learned.count(vocabulary[marker]) for marker in MARKERS}
+    # The parent's own ones; seeds are read.
+    assert counts == {marker: 1 for marker in MARKERS} | {
+        "<Outline>": 2, "</Outline>": 2, "<Thread>": 0, "</Thread>": 2
+    }  # fmt: skip
+    text = str(tokenizer.decode(list(row.token_ids)))
+    assert text.startswith("<bos><|user|>What is <Thread>?<|assistant|>")
+    assert "\0" not in text
+
+
+def test_long_rows_are_cut_behind_a_thread_and_learn_no_early_end() -> None:
+    whole = encoder().pack(chat_example(POINTS))
+    limit = len(whole.token_ids) - 30
+    short = JoinedEncoder(encoder().tokenizer, limit)
+
+    rows = [short.encode(chat_example(POINTS)), short.encode(chat_example("word " * 400))]
+
+    row = rows[0]
+    assert row is not None
+    assert rows[1] is None
+    assert (short.counts.whole, short.counts.cut, short.counts.dropped) == (0, 1, 1)
+    assert len(row.token_ids) <= limit
+    assert learned(row) < learned(whole)
+    assert encoder().tokenizer.eos_token_id not in row.targets
