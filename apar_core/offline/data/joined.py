@@ -114,9 +114,8 @@ class _Writer:
     def _write_block(self, forks: list[tuple[str, ParagraphRecord]], closing: str) -> None:
         introduction, heading = _introduction(forks[0][0])
         # Text between two details belongs to the second one's thread.
-        leads = ["", *(_last_line(text.strip())[0] for text, _ in forks[1:])]
-        headings = [heading, *(_last_line(text.strip())[1] for text, _ in forks[1:])]
-        headings = [_heading(text) for text in headings]
+        roots = [("", heading), *(_last_line(text.strip()) for text, _ in forks[1:])]
+        headings = [_heading(text) for _, text in roots]
         outlines = "".join(
             f"<Outline>{number}: {text.replace('**', '').rstrip(':')}</Outline>\n"
             for number, text in enumerate(headings, start=1)
@@ -126,7 +125,7 @@ class _Writer:
         self.blocks.append(
             tuple(
                 f" {lead}{heading}{flat_text(detail)}\n{THREAD_END}"
-                for lead, heading, (_, detail) in zip(leads, headings, forks, strict=True)
+                for (lead, _), heading, (_, detail) in zip(roots, headings, forks, strict=True)
             )
         )
         conclusion = f"<Conclusion>\n{closing}\n</Conclusion>\n" if closing else ""

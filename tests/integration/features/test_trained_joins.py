@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_EXAMPLES = 3
 RECIPE = TrainingRecipe(
-    batch_size=NUM_EXAMPLES, micro_batch_size=NUM_EXAMPLES, num_steps=30, learning_rate=3e-3,
+    batch_size=NUM_EXAMPLES, micro_batch_size=NUM_EXAMPLES, num_steps=24, learning_rate=3e-3,
     adam_betas=(0.9, 0.95), schedule=Schedule(shape="linear", warmup_share=0.1, decay_share=0.6),
     dtype="float32", context_length=1024, structured_share=1.0, validation_share=0.0,
     vocabulary_multiple=8,

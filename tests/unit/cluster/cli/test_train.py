@@ -83,7 +83,7 @@ def test_the_format_of_the_answers_can_be_chosen(files: Path) -> None:
     found = find_format(AutoTokenizer.from_pretrained(files / "out").get_vocab())
     assert found is not None
     assert found.definition.name == "threadweaver"
-    assert get_args(Format.__origin__) == tuple(TRAINED_FORMATS)
+    assert get_args(get_args(Format)[0]) == tuple(TRAINED_FORMATS)
 
 
 @pytest.mark.parametrize("command", ["train", "train-medusa", "train-prompts"])

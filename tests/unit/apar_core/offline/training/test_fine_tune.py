@@ -17,9 +17,13 @@ from transformers import (
     AutoTokenizer,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PhiConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -286,6 +290,28 @@ def test_an_unmerged_adapter_has_a_rank_for_each_marker_and_equals_the_merged_on
         # One step of bfloat16.
         torch.testing.assert_close(rows, expected, rtol=2**-8, atol=0)
         assert change.abs().sum(1).nonzero().flatten().tolist() == sorted(ids)
+
+
+@pytest.mark.parametrize("config", [PhiConfig, Qwen3Config, GemmaConfig])
+def test_other_families_are_trained_to_join(tmp_path: Path, config: type[PreTrainedConfig]) -> None:
+    at = place(tmp_path, tied=False)
+    sizes = config(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+        tie_word_embeddings=config is GemmaConfig, bos_token_id=0, eos_token_id=1,
+        pad_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(sizes).save_pretrained(at.model)
+
+    at.train(to="threadweaver", lora=LoraSettings(rank=2, alpha=4))
+
+    found = find_format(AutoTokenizer.from_pretrained(at.out).get_vocab())
+    assert found is not None
+    assert found.definition.name == "threadweaver"
+    model = AutoModelForCausalLM.from_pretrained(at.out)
+    logits = model(torch.tensor([[5, 6, 7]])).logits
+    assert logits.shape[-1] == 312
+    assert logits.isfinite().all()
 
 
 def test_a_run_is_not_resumed_in_another_format(tmp_path: Path) -> None:
