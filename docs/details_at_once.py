@@ -14,7 +14,7 @@ from typing import TypeVar
 from apar_core.offline.data.tiny_corpus.content import load_topics
 from apar_core.tree.block_statistics import thread_steps
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
-from cluster.cli.generate import _start_engine
+from cluster.cli.generate import start_engine
 from cluster.config.model import DEFAULT_MODEL
 
 Item = TypeVar("Item")
@@ -58,7 +58,7 @@ def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 def main() -> None:
     """Print the counts, and the steps of each thread of a few answers."""
-    engine = _start_engine(DEFAULT_MODEL)
+    engine = start_engine(DEFAULT_MODEL)
     sampling = {"max_tokens": 900, "temperature": 0.0, "extra_args": {"apar_enabled": True}}
 
     def ask(questions: Sequence[str]) -> list[Mapping[ThreadId, Stretches]]:

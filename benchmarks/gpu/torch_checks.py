@@ -193,7 +193,7 @@ def figure4(setup: Setup) -> Found:
     from apar_core.offline.evaluation.speed_run import SpeedSettings
 
     class Silent:
-        def start(self, stage: str, total: int) -> Callable[[], None]:
+        def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
             return lambda: None
 
     trace = setup.answers or own_answers(setup.work / "answers.jsonl")

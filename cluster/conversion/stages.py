@@ -108,6 +108,7 @@ def planned_stages(
         *("data", "prepare", *map(str, chats), "--model", model),
         *("--context-length", str(settings.context_length), "--hold-out", str(settings.hold_out)),
         *("--structured", "0", "--unstructured", "0", "--overwrite", *template, *seed),
+        *("--format", settings.parallel_format),
         *("--out", str(out / DATA)),
     )
     trained = (

@@ -129,7 +129,7 @@ class NoProgress:
     def __init__(self) -> None:
         self.steps = 0
 
-    def start(self, stage: str, total: int) -> Callable[[], None]:
+    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
         return self._step
 
     def _step(self) -> None:

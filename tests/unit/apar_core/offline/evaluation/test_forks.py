@@ -102,7 +102,7 @@ class MadeAnswers:
 
 
 class Silent:
-    def start(self, stage: str, total: int) -> Callable[[], None]:
+    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
         return lambda: None
 
 

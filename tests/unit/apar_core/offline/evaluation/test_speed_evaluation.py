@@ -116,7 +116,7 @@ class Steps:
     def __init__(self) -> None:
         self.num_steps = 0
 
-    def start(self, stage: str, total: int) -> Callable[[], None]:
+    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
         def step() -> None:
             self.num_steps += 1
 
