@@ -240,7 +240,7 @@ def test_a_question_is_sampled_behind_the_user_header_up_to_the_token_of_the_tem
     family: Family, header: str, with_system: str, end: str
 ) -> None:
     tokenizer = tokenizer_of(family)
-    end_id = tokenizer.convert_tokens_to_ids(end)
+    end_id = tokenizer.get_vocab()[end]
 
     assert user_turn(tokenizer) == UserTurn(header, end_id, "")
     assert user_turn(tokenizer, "Be brief.") == UserTurn(with_system, end_id, "")
@@ -290,7 +290,7 @@ def test_a_text_that_is_a_token_in_the_vocabulary_ends_a_question_as_a_token() -
 
     turn = user_turn(tokenizer)
 
-    assert turn == UserTurn("<bos>[INST]", tokenizer.convert_tokens_to_ids("[/INST]"), "")
+    assert turn == UserTurn("<bos>[INST]", tokenizer.get_vocab()["[/INST]"], "")
 
 
 @pytest.mark.parametrize(
