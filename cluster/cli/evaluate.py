@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
 # Of a replica's environment, what an engine in this process reads too.
-_ENGINE_VARIABLES = ("OMP_", "TORCH_", "VLLM_CPU_", "VLLM_NO_")
+_ENGINE_VARIABLES = ("TORCH_", "VLLM_CPU_", "VLLM_NO_")
 _DECODERS = ("plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar")
 
 evaluate = typer.Typer(
@@ -254,9 +254,13 @@ def _fork_engine(name: str) -> ReplayingForkEngine:
     # Each output at once, which a run's latencies need.
     config = ModelConfig(checkpoint=name, replay=True, coalesce_s=0.0)
     on_gpu = torch.cuda.is_available()
-    for variable, value in replica_environment(config, on_gpu=on_gpu).items():
+    environment = replica_environment(config, on_gpu=on_gpu)
+    for variable, value in environment.items():
         if variable.startswith(_ENGINE_VARIABLES):
             os.environ.setdefault(variable, value)
+    if (threads := environment.get("OMP_NUM_THREADS")) is not None:
+        # PyTorch, which is imported, would not read the variable any more.
+        torch.set_num_threads(int(threads))
     # Imports vLLM, which takes seconds.
     from apar_core.engine.offline_engine import OfflineEngine
     from cluster.experiments.fork_engine import ReplayingForkEngine
