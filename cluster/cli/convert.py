@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from apar_core.offline.training.recipe import TrainingRecipe
 
 _SMALL_PARAMETERS = 1_000_000_000
+_MANY_QUESTIONS = 12_000
+"""Of larger models, so that their recipe sees few answers twice."""
 
 
 def convert(
@@ -48,7 +50,11 @@ def convert(
     ] = "apar",
     questions: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of questions.", show_default="`apar data generate`'s"),
+        typer.Option(
+            min=1,
+            help="Number of questions.",
+            show_default="3000 below a billion parameters, else 12000",
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -125,7 +131,11 @@ def convert(
     try:
         with clear_errors():
             _check(settings)
-            chosen = _recipe(settings, recipe, steps, merge=merge)
+            is_small = _is_small(model)
+            name = recipe or ("convert-small" if is_small else "convert")
+            chosen = _recipe(settings, name, steps, merge=merge)
+            if not is_small and questions is prompts is None and not chats:
+                settings = settings.model_copy(update={"questions": _MANY_QUESTIONS})
             settings = settings.model_copy(update={"context_length": chosen.context_length})
             stages = planned_stages(settings, out, num_gpus=_num_gpus())
             if dry_run:
@@ -170,17 +180,18 @@ def _check(settings: ConversionSettings) -> None:
     turn_end_id(load_tokenizer(path, settings.chat_template))
 
 
-def _recipe(
-    settings: ConversionSettings, name: str | None, steps: int | None, *, merge: bool
-) -> TrainingRecipe:
-    """Return the given recipe, or the one for the model's size, with its changes."""
+def _is_small(model: str) -> bool:
     from apar_core.offline.causal_model import count_parameters
+
+    return count_parameters(ModelConfig(checkpoint=model).preset.path) < _SMALL_PARAMETERS
+
+
+def _recipe(
+    settings: ConversionSettings, name: str, steps: int | None, *, merge: bool
+) -> TrainingRecipe:
+    """Return a recipe with the changes that were asked for."""
     from apar_core.offline.training.recipe import TrainingRecipe, load_recipe
 
-    if name is None:
-        path = ModelConfig(checkpoint=settings.model).preset.path
-        is_small = count_parameters(path) < _SMALL_PARAMETERS
-        name = "convert-small" if is_small else "convert"
     found = load_recipe(name, TrainingRecipe)
     changes: dict[str, object] = {"seed": settings.seed}
     if steps is not None:
