@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from apar_core.checkpoint_folder import ADAPTER_CONFIG, adapter_in
@@ -31,34 +30,16 @@ def load_causal_model(name_or_path: str | Path, **arguments: Any) -> PreTrainedM
 
 @torch.no_grad()
 def merge_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Add an adapter of `apar train` to a model's weights.
-
-    Its change of an output head that is tied to the embeddings is the same as theirs, and counts
-    once.
-    """
+    """Add an adapter of `apar train` to a model's weights."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     factors = load_file(folder / "adapter_model.safetensors")
-    head = model.get_output_embeddings()
-    embeddings: Any = model.get_input_embeddings()
-    is_tied = head is not None and head.weight is embeddings.weight
-    for key, first in factors.items():
-        owner, is_first, suffix = key.removeprefix(_PREFIX).partition(".lora_A")
-        if not is_first:
-            owner, is_first, suffix = key.removeprefix(_PREFIX).partition(".lora_embedding_A")
-        if not is_first:
-            continue
-        second = factors[f"{_PREFIX}{owner}{is_first[:-1]}B{suffix}"]
-        module: Any = model.get_submodule(owner)
-        if module is head and is_tied:
-            continue
-        leaf = owner.rpartition(".")[2]
-        rank = config["rank_pattern"].get(leaf, config["r"])
-        scale = config["alpha_pattern"].get(leaf, config["lora_alpha"]) / rank
-        change = scale * (second.float() @ first.float())
-        if isinstance(module, nn.Embedding):
-            change = change.T
-        weight = module.weight
-        weight.copy_((weight.float() + change.to(weight.device)).to(weight.dtype))
+    for name, first in factors.items():
+        owner, is_first, _ = name.removeprefix(_PREFIX).partition(".lora_A")
+        if is_first:
+            weight = model.get_parameter(f"{owner}.weight")
+            second = factors[f"{_PREFIX}{owner}.lora_B.weight"]
+            change = config["lora_alpha"] / config["r"] * (second.float() @ first.float())
+            weight.copy_((weight.float() + change.to(weight.device)).to(weight.dtype))
 
 
 def count_parameters(name_or_path: str | Path) -> int:

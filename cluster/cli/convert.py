@@ -134,7 +134,7 @@ def convert(
             is_small = _is_small(model)
             name = recipe or ("convert-small" if is_small else "convert")
             chosen = _recipe(settings, name, steps, merge=merge)
-            if not is_small and questions is prompts is None and not chats:
+            if not is_small and questions is None and prompts is None and not chats:
                 settings = settings.model_copy(update={"questions": _MANY_QUESTIONS})
             settings = settings.model_copy(update={"context_length": chosen.context_length})
             stages = planned_stages(settings, out, num_gpus=_num_gpus())

@@ -79,8 +79,8 @@ def _weights(settings: ConversionSettings, folder: Path) -> str:
             "end their answers early."
         )
     return (
-        f"The weights are those of {settings.model}, with rows for the tokens of the format "
-        f"`{settings.parallel_format}`. What forks is the adapter in `adapter/`, with which "
+        f"The weights are those of {settings.model}, with trained rows for the tokens of the "
+        f"format `{settings.parallel_format}`. What forks is the adapter in `adapter/`, with which "
         "`apar serve` answers only requests that may fork."
     )
 

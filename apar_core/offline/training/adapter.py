@@ -1,24 +1,24 @@
 """Save a trained LoRA adapter for serving beside its base model, without merging.
 
-vLLM serves low-rank factors only. It takes no module that was trained in full, no single rows of
-the embeddings (PEFT's `trainable_token_indices`), and no additional vocabulary. The rows of a
-format's tokens are trained in full, so they are written as factors with a rank for each token: a
-matrix of zeros and ones that selects the tokens, times the difference of their rows. This is exact.
-PEFT loads such an adapter too, but must not merge it into a model with tied embeddings, where the
-difference would count twice. Sources: `vllm/lora/peft_helper.py`, `vllm/lora/lora_model.py`.
+vLLM serves low-rank factors only, and those of embeddings and output heads for few architectures.
+The rows of a format's tokens, which are trained in full, therefore go into the base model. They
+change nothing there: only what forks may generate these tokens. Sources: `vllm/lora/peft_helper.py`
+and `vllm/lora/lora_model.py`; `embedding_modules` of vLLM's models.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from apar_core.checkpoint_folder import ADAPTER_CONFIG
 from apar_core.file_modes import share_weights
 
 _ADAPTER_NAME = "default"
@@ -26,56 +26,47 @@ _FACTORS = (".lora_A.", ".lora_B.")
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write a model's adapter (float32) and its configuration.
+    """Write the factors of a model's adapter (float32) and its configuration.
 
-    The base model beside it must be saved in bfloat16, with its original rows of the format's
-    tokens.
+    The base model beside it must have the trained rows: see `base_with_trained_rows`.
     """
     tensors = {
-        name: tensor
+        name: tensor.detach().float().cpu().contiguous()
         for name, tensor in get_peft_model_state_dict(model).items()
         if any(factor in name for factor in _FACTORS)
     }
     config = deepcopy(model.peft_config[_ADAPTER_NAME])
     assert isinstance(config, LoraConfig)
-    ranks: dict[str, int] = {}
-    # A recipe's names may be a pattern, which cannot be extended.
-    targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
-    for name, module in model.named_modules():
-        if isinstance(module, TrainableTokensLayer):
-            owner = name.removesuffix(".token_adapter")
-            tensors |= row_factors(module, owner)
-            ranks[owner.rpartition(".")[2]] = len(module.token_indices[_ADAPTER_NAME])
-    config.rank_pattern = ranks
-    # An adapter is scaled by alpha / rank, which is 1 for these.
-    config.alpha_pattern = dict(ranks)
-    config.target_modules = sorted(targets | ranks.keys())
+    # vLLM reads names, not the pattern that a recipe may give.
+    config.target_modules = sorted({_module_of(name) for name in tensors})
     config.trainable_token_indices = None
     config.inference_mode = True
     config.base_model_name_or_path = str(folder.parent)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    whole = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    share_weights(folder / "adapter_config.json")
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    share_weights(folder / ADAPTER_CONFIG)
 
 
-def row_factors(layer: TrainableTokensLayer, name: str) -> dict[str, Tensor]:
-    """Return the change of a layer's trained rows as low-rank factors, by PEFT's names.
+def base_with_trained_rows(model: PeftModel) -> PreTrainedModel:
+    """Return the model without its adapter, with the rows of the format's tokens as trained."""
+    layers = [each for each in model.modules() if isinstance(each, TrainableTokensLayer)]
+    rows = [
+        (
+            layer.get_base_layer().weight,
+            list(layer.token_indices[_ADAPTER_NAME]),
+            layer.trainable_tokens_delta[_ADAPTER_NAME].detach(),
+        )
+        for layer in layers
+    ]
+    # Any: torch takes attributes of modules for tensors.
+    unloaded: Any = model
+    base: PreTrainedModel = unloaded.unload()
+    with torch.no_grad():
+        for weight_VD, token_ids, trained_TD in rows:
+            weight_VD[token_ids] = trained_TD.to(weight_VD.dtype)
+    return base
 
-    The layer is an embedding or an output head with V rows of D numbers; T rows are trained.
-    """
-    token_ids = list(layer.token_indices[_ADAPTER_NAME])
-    before_TD = layer.trainable_tokens_original[_ADAPTER_NAME].to(torch.bfloat16).float()
-    change_TD = layer.trainable_tokens_delta[_ADAPTER_NAME].detach().float() - before_TD
-    base = layer.get_base_layer()
-    weight = base.weight
-    assert isinstance(weight, Tensor)
-    selected_TV = torch.zeros(len(token_ids), len(weight))
-    selected_TV[range(len(token_ids)), token_ids] = 1.0
-    if isinstance(base, nn.Embedding):
-        return {
-            f"{name}.lora_embedding_A": selected_TV,
-            f"{name}.lora_embedding_B": change_TD.T,
-        }
-    return {f"{name}.lora_A.weight": change_TD, f"{name}.lora_B.weight": selected_TV.T}
+
+def _module_of(name: str) -> str:
+    return name.partition(".lora_")[0].rpartition(".")[2]

@@ -20,7 +20,7 @@ from apar_core.checkpoint_folder import ADAPTER_FOLDER
 from apar_core.errors import TrainingError
 from apar_core.offline.data.example_file import example_files, read_examples
 from apar_core.offline.data.records import ExampleRecord, count_forks
-from apar_core.offline.training.adapter import save_adapter
+from apar_core.offline.training.adapter import base_with_trained_rows, save_adapter
 from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.example_encoder import EncodingCounts, ExampleEncoder
 from apar_core.offline.training.pretrained import (
@@ -243,7 +243,7 @@ def _save(trainer: TreeTrainer, tokenizer: PreTrainedTokenizerBase, out: Path) -
         lora = trainer.recipe.lora
         if lora is not None and not lora.merge:
             save_adapter(model, out / ADAPTER_FOLDER)
-            model = model.unload()
+            model = base_with_trained_rows(model)
         else:
             model = model.merge_and_unload()
         weights = model.state_dict()

@@ -66,14 +66,10 @@ def _merged(base: Path, folder: Path) -> Path:
     factors = load_file(base / "adapter" / "adapter_model.safetensors")
     with torch.no_grad():
         for name, first in factors.items():
-            if "layers" in name and ".lora_A." in name:
+            if ".lora_A." in name:
                 weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
                 change = factors[name.replace("lora_A", "lora_B")] @ first
                 model.get_parameter(weight).add_(LORA.alpha / LORA.rank * change)
-        head = "base_model.model.lm_head"
-        # Tied to the input embeddings, which the adapter changes in the same way.
-        rows = factors[f"{head}.lora_B.weight"] @ factors[f"{head}.lora_A.weight"]
-        model.lm_head.weight.add_(rows)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     return folder

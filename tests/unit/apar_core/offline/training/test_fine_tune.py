@@ -17,12 +17,9 @@ from transformers import (
     AutoTokenizer,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    GemmaConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PhiConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -266,7 +263,7 @@ def test_a_checkpoint_of_threadweaver_is_recognised(tmp_path: Path, tied: bool) 
     assert (result.counts.whole, result.counts.dropped) == (16, 0)
 
 
-def test_an_unmerged_adapter_has_a_rank_for_each_marker_and_equals_the_merged_one(
+def test_the_rows_of_markers_go_into_the_base_of_an_unmerged_adapter(
     tmp_path: Path, tied: bool
 ) -> None:
     merged, beside = (place(tmp_path / name, tied=tied) for name in ("merged", "beside"))
@@ -274,44 +271,17 @@ def test_an_unmerged_adapter_has_a_rank_for_each_marker_and_equals_the_merged_on
     for at, merge in ((merged, True), (beside, False)):
         at.train(to="threadweaver", lora=LoraSettings(rank=2, alpha=4, merge=merge))
 
-    config = json.loads((beside.out / "adapter" / "adapter_config.json").read_text())
-    assert config["rank_pattern"] == {"embed_tokens": len(MARKERS), "lm_head": len(MARKERS)}
     factors = load_file(beside.out / "adapter" / "adapter_model.safetensors")
-    name = "base_model.model.model.embed_tokens.lora_embedding"
-    changes = {"model.embed_tokens": (factors[f"{name}_B"] @ factors[f"{name}_A"]).T}
-    if not tied:
-        name = "base_model.model.lm_head.lora"
-        changes["lm_head"] = factors[f"{name}_B.weight"] @ factors[f"{name}_A.weight"]
+    # vLLM has places for adapters of embeddings and heads in few architectures only.
+    assert all(".layers." in name for name in factors)
+    before = weights_of(beside.model)
     ids = MARKER_TOKENS.ids(AutoTokenizer.from_pretrained(beside.out).get_vocab())
-    for name, change in changes.items():
-        rows = weights_of(beside.out)[f"{name}.weight"].float() + change
-        expected = weights_of(merged.out)[f"{name}.weight"].float()
-        # One step of bfloat16.
-        torch.testing.assert_close(rows, expected, rtol=2**-8, atol=0)
-        assert change.abs().sum(1).nonzero().flatten().tolist() == sorted(ids)
-
-
-@pytest.mark.parametrize("config", [PhiConfig, Qwen3Config, GemmaConfig])
-def test_other_families_are_trained_to_join(tmp_path: Path, config: Any) -> None:
-    at = place(tmp_path, tied=False)
-    num_tokens = len(load_tokenizer(str(at.model)))
-    sizes = config(
-        vocab_size=num_tokens, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
-        tie_word_embeddings=config is GemmaConfig, bos_token_id=0, eos_token_id=1,
-        pad_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(sizes).save_pretrained(at.model)
-
-    at.train(to="threadweaver", lora=LoraSettings(rank=2, alpha=4))
-
-    found = find_format(AutoTokenizer.from_pretrained(at.out).get_vocab())
-    assert found is not None
-    assert found.definition.name == "threadweaver"
-    model = AutoModelForCausalLM.from_pretrained(at.out)
-    logits = model(torch.tensor([[5, 6, 7]])).logits
-    assert logits.shape[-1] == -(-(num_tokens + len(MARKERS)) // 8) * 8
-    assert logits.isfinite().all()
+    for name in ("model.embed_tokens", *([] if tied else ["lm_head"])):
+        rows, expected = (weights_of(at.out)[f"{name}.weight"] for at in (beside, merged))
+        assert torch.equal(rows, expected)
+        old = before[f"{name}.weight"].bfloat16()
+        assert torch.equal(rows[: len(old)], old)
+        assert min(ids) >= len(old)
 
 
 def test_a_run_is_not_resumed_in_another_format(tmp_path: Path) -> None:
