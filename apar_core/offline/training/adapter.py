@@ -59,9 +59,8 @@ def base_with_trained_rows(model: PeftModel) -> PreTrainedModel:
         )
         for layer in layers
     ]
-    # Any: torch takes attributes of modules for tensors.
-    unloaded: Any = model
-    base: PreTrainedModel = unloaded.unload()
+    unload: Any = model.unload
+    base: PreTrainedModel = unload()
     with torch.no_grad():
         for weight_VD, token_ids, trained_TD in rows:
             weight_VD[token_ids] = trained_TD.to(weight_VD.dtype)
