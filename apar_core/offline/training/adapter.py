@@ -51,7 +51,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 def base_with_trained_rows(model: PeftModel) -> PreTrainedModel:
     """Return the model without its adapter, with the rows of the format's tokens as trained."""
     layers = [each for each in model.modules() if isinstance(each, TrainableTokensLayer)]
-    rows = [
+    rows: list[tuple[Any, list[int], Any]] = [
         (
             layer.get_base_layer().weight,
             list(layer.token_indices[_ADAPTER_NAME]),
