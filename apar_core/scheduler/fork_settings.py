@@ -127,11 +127,6 @@ def check_engine(vllm_config: VllmConfig) -> None:
             "forking needs prefix caching, through which children share their parent's KV "
             "blocks: set enable_prefix_caching=True"
         )
-    if fork_settings(vllm_config).fork_adapter is not None and vllm_config.lora_config is None:
-        raise EngineError(
-            "additional_config: apar.fork_adapter: the engine has no place for adapters: set "
-            "enable_lora=True and max_lora_rank to at least the adapter's rank"
-        )
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
     # vLLM 0.32 allocates what a stage receives when it compiles the model, or profiles it on a GPU.
     if (

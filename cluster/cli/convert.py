@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -28,6 +29,7 @@ from cluster.conversion.stages import (
 if TYPE_CHECKING:
     from apar_core.offline.training.recipe import TrainingRecipe
 
+_APAR = (sys.executable, "-m", "cluster.cli.main")
 _SMALL_PARAMETERS = 1_000_000_000
 _MANY_QUESTIONS = 12_000
 """Of larger models, so that their recipe sees few answers twice."""
@@ -147,7 +149,7 @@ def convert(
             def announce(number: int, stage: Stage, record: StageRecord) -> None:
                 _announce(console, f"{number}/{len(stages)}", stage, record)
 
-            records = run_stages(stages, out, announce)
+            records = run_stages(stages, out, announce, _APAR)
             card = write_card(settings, out, records)
     except KeyboardInterrupt as error:
         typer.echo(f"Interrupted; the same command with --out {out} continues.", err=True)

@@ -61,13 +61,14 @@ class Stage(BaseModel):
         """The command as a user types it."""
         return shlex.join([*self.launcher, "apar", *self.arguments])
 
-    @property
-    def command(self) -> list[str]:
-        """The command in this environment."""
+    def command(self, apar: Sequence[str]) -> list[str]:
+        """Return the command in this environment, where `apar` starts the command line."""
         if self.launcher:
+            # Takes a program to run, not a module.
+            program = str(Path(sys.executable).with_name("apar"))
             launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher[2:]]
-            return [*launcher, str(Path(sys.executable).with_name("apar")), *self.arguments]
-        return [sys.executable, "-m", "cluster.cli.main", *self.arguments]
+            return [*launcher, program, *self.arguments]
+        return [*apar, *self.arguments]
 
 
 class StageRecord(BaseModel):
@@ -167,11 +168,14 @@ class StageRecords:
 
 
 def run_stages(
-    stages: Sequence[Stage], out: Path, announce: Callable[[int, Stage, StageRecord], None]
+    stages: Sequence[Stage],
+    out: Path,
+    announce: Callable[[int, Stage, StageRecord], None],
+    apar: Sequence[str],
 ) -> StageRecords:
     """Run the stages that have not ended yet; return the records of all.
 
-    Raises StageFailedError.
+    `apar` starts the command line. Raises StageFailedError.
     """
     records = StageRecords(out)
     for number, stage in enumerate(stages, start=1):
@@ -181,7 +185,7 @@ def run_stages(
         started_s = time.monotonic()
         exit_code = 1
         try:
-            exit_code = _run([*stage.command, *_resumption(stage, out)])
+            exit_code = _run([*stage.command(apar), *_resumption(stage, out)])
         finally:
             records.add(stage.name, time.monotonic() - started_s, is_done=exit_code == 0)
         if exit_code != 0:

@@ -7,7 +7,8 @@ in the text. Tuned on samples of SmolLM2-135M, a quarter of which are fragments.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
+from heapq import nlargest
 
 from apar_core.offline.data.structure import split_thought
 
@@ -173,13 +174,17 @@ class SeenQuestions:
         words = tuple(_words(text))
         if words in self._texts:
             return "duplicate"
-        shingles = frozenset(
-            words[at : at + _SHINGLE_WORDS] for at in range(max(1, len(words) - _SHINGLE_WORDS + 1))
-        )
-        similar = Counter(
-            number for shingle in shingles for number in self._latest.get(shingle, ())
-        )
-        for number, _ in similar.most_common(_NUM_SIMILAR):
+        starts = range(max(1, len(words) - _SHINGLE_WORDS + 1))
+        # In order, so that the result does not depend on the hashes of this process.
+        ordered = dict.fromkeys(words[at : at + _SHINGLE_WORDS] for at in starts)
+        shingles = frozenset(ordered)
+        similar: defaultdict[int, float] = defaultdict(float)
+        for shingle in ordered:
+            earlier = self._latest.get(shingle, ())
+            for number in earlier:
+                # A rare shingle says more than one that many questions begin with.
+                similar[number] += 1 / len(earlier)
+        for number in nlargest(_NUM_SIMILAR, similar, key=similar.__getitem__):
             other = self._shingles[number]
             if len(shingles & other) >= NEAR_SHARE * len(shingles | other):
                 return "near-duplicate"

@@ -29,9 +29,9 @@ def test_without_arguments_the_help_lists_every_command() -> None:
     # A row of the table of commands begins with the name.
     listed = re.findall(r"^\W+ ([a-z][a-z-]+)  ", output.partition("Commands")[2], re.MULTILINE)
     assert sorted(listed) == [
-        "config", "data", "doctor", "evaluate", "experiment", "fetch", "generate", "keys",
-        "loadtest", "monitor", "plan", "rollout", "serve", "simulate", "train", "train-medusa",
-        "train-prompts", "train-tiny",
+        "config", "convert", "data", "doctor", "evaluate", "experiment", "fetch", "generate",
+        "keys", "loadtest", "monitor", "plan", "rollout", "serve", "simulate", "train",
+        "train-medusa", "train-prompts", "train-tiny",
     ]  # fmt: skip
 
 

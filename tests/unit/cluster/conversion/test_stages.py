@@ -19,6 +19,7 @@ from cluster.conversion.stages import (
     planned_stages,
     run_stages,
 )
+from tests.fakes.apar_command import APAR
 
 QUESTION = {"role": "user", "content": "How do I tune a guitar?"}
 ANSWER = {
@@ -86,7 +87,7 @@ def test_training_on_several_gpus_has_a_process_for_each() -> None:
     assert [stage.launcher for stage in plain] == [(), (), (), ()]
     assert [bool(stage.launcher) for stage in several] == [False, False, True, False]
     assert "--num_processes 8" in several[2].shown
-    assert several[2].command[:3][1:] == ["-m", "accelerate.commands.launch"]
+    assert several[2].command(APAR)[:3][1:] == ["-m", "accelerate.commands.launch"]
 
 
 def test_a_conversion_continues_with_the_stage_that_failed(tmp_path: Path) -> None:
@@ -99,10 +100,10 @@ def test_a_conversion_continues_with_the_stage_that_failed(tmp_path: Path) -> No
         announced.append((number, stage.name, record.is_done))
 
     with pytest.raises(StageFailedError, match="stage prepare ended with exit code 1"):
-        run_stages([prepare], tmp_path, announce)
+        run_stages([prepare], tmp_path, announce, APAR)
     write_chats(chats)
-    first = run_stages([prepare], tmp_path, announce)["prepare"]
-    again = run_stages([prepare], tmp_path, announce)["prepare"]
+    first = run_stages([prepare], tmp_path, announce, APAR)["prepare"]
+    again = run_stages([prepare], tmp_path, announce, APAR)["prepare"]
 
     assert announced == [(1, "prepare", False), (1, "prepare", False), (1, "prepare", True)]
     assert first.is_done
@@ -119,7 +120,7 @@ def test_an_interrupted_training_is_resumed(tmp_path: Path) -> None:
     (tmp_path / DATA).mkdir()
 
     with pytest.raises(StageFailedError):
-        run_stages([stage], tmp_path, lambda *_: None)
+        run_stages([stage], tmp_path, lambda *_: None, APAR)
 
     assert not (tmp_path / MODEL / "config.json").exists()
 

@@ -59,6 +59,8 @@ def test_every_shipped_recipe_loads() -> None:
         "apar-tiny-medusa": TinySettings[MedusaRecipe],
         "apar-tiny-prompts": TinySettings[PromptRecipe],
         "apar-tiny-threadweaver": TinyTrainingSettings,
+        "convert": TrainingRecipe,
+        "convert-small": TrainingRecipe,
         "medusa": MedusaRecipe,
         "ppd": PromptRecipe,
     }
