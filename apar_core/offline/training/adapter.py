@@ -1,9 +1,9 @@
 """Save a trained LoRA adapter for serving beside its base model, without merging.
 
 vLLM serves low-rank factors only, and those of embeddings and output heads for few architectures.
-The rows of a format's tokens, which are trained in full, therefore go into the base model. They
-change nothing there: only what forks may generate these tokens. Sources: `vllm/lora/peft_helper.py`
-and `vllm/lora/lora_model.py`; `embedding_modules` of vLLM's models.
+The rows of a format's tokens, which are trained in full, therefore go into the base model. There
+APAR's tokens are banned in requests that may not fork; other formats ban none. Sources:
+`vllm/lora/peft_helper.py`, `vllm/lora/lora_model.py`, and `embedding_modules` of vLLM's models.
 """
 
 from __future__ import annotations
