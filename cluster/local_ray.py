@@ -139,6 +139,9 @@ _PROTOCOL = r"\n    ".join(
         "http-request return status 501 {json}/bad-method.json unless { method {known_methods} }",
         "http-request return status 426 {json}/upgrade.json hdr upgrade HTTP/1.1 "
         "hdr connection upgrade if METH_GET { req.hdr(upgrade) -i websocket }",
+        # HAProxy may never read the next request on a connection that asked for an upgrade.
+        "http-request set-var(txn.upgrade) bool(true) if { req.hdr(upgrade) -m found }",
+        "http-after-response set-header connection close if { var(txn.upgrade) -m bool }",
         "http-request del-header upgrade",
     )
 )

@@ -70,6 +70,8 @@ PROMPTS = (1, 2, 8, 400)
 """Numbers of prompts of a completion; with `n`, from one sequence to more than a model's cap."""
 BOMB = 64 * 2**20
 """Bytes of blanks before a body; a gateway accepts 32 MiB, and gzip sends them as 64 KiB."""
+LONG = 100_000
+"""Number of blanks that make a body too long for HAProxy's buffer."""
 ENCODERS: Mapping[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress,
     "x-gzip": gzip.compress,
@@ -164,6 +166,9 @@ class OddTransport(HTTPAdapter):
         if draw.random() < 0.05:
             upgrade = draw.choice(sorted(UPGRADES))
             request.headers.update({"Upgrade": upgrade, "Connection": UPGRADES[upgrade]})
+            if isinstance(request.body, bytes) and "Content-Encoding" not in request.headers:
+                # Refusals then come before the whole body has been read.
+                request.prepare_body(b" " * draw.choice([0, LONG]) + request.body, None)
             if upgrade == "websocket":
                 key = "dGhlIHNhbXBsZSBub25jZQ=="
                 request.headers.update({"Sec-WebSocket-Key": key, "Sec-WebSocket-Version": "13"})

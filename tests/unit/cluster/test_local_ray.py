@@ -628,12 +628,22 @@ class Echoing(HttpServer):
 
     def __init__(self) -> None:
         self.hangs = False
+        self.answers_first = False
         echo = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
             def do_POST(self) -> None:
                 if echo.hangs:
                     echo.may_end.wait()
+                if echo.answers_first:
+                    self.send_response(200)
+                    self.send_header("content-length", "0")
+                    self.end_headers()
+                    self.wfile.flush()
+                    self.rfile.read(int(self.headers.get("content-length", 0)))
+                    return
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 names = sorted(name.lower() for name in self.headers)
                 said = json.dumps({"names": names, "body": body.decode()}).encode()
@@ -672,6 +682,38 @@ def test_other_upgrades_are_ignored_and_the_body_arrives(tmp_path: Path, protoco
     assert status == 200
     assert json.loads(answer)["body"] == "yes"
     assert "upgrade" not in json.loads(answer)["names"]
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "x", "h2c"])
+def test_no_request_hangs_behind_an_upgrade(tmp_path: Path, protocol: str) -> None:
+    """HAProxy 2.8 stops reading such a connection if the answer comes before the whole body."""
+    upgrade = (f"Upgrade: {protocol}", *HANDSHAKE[1:])
+    first, second = raw("POST", "/", *upgrade, body="a" * 70_000), raw("POST", "/", body="b" * 140)
+    wrapper, config, port = tmp_path / "haproxy", tmp_path / "c.cfg", free_port()
+    write_haproxy_wrapper(wrapper)
+    statuses = []
+
+    with Echoing() as echo, ExitStack() as stack:
+        echo.answers_first = True
+        servers = f"    server one {echo.address}\n"
+        config.write_text("global\n    maxconn 10\n" + retrying(port, servers))
+        stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
+        until(lambda: accepts(port))
+        link = None
+        for request in (first, second) * 3:
+            if link is None:
+                link = socket.create_connection(("127.0.0.1", port), timeout=30)
+                stack.enter_context(link)
+            link.sendall(request[:40_000])
+            answer = HTTPResponse(link, method="POST")
+            answer.begin()
+            answer.read()
+            statuses.append(answer.status)
+            link.sendall(request[40_000:])
+            if answer.headers["connection"] == "close":
+                link = None
+
+    assert statuses == [200] * 6
 
 
 def test_requests_that_uvicorn_cannot_answer_get_openai_errors(tmp_path: Path) -> None:
