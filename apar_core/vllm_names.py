@@ -129,6 +129,10 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates as process_dict_updates
     from vllm.v1.sample.metadata import SamplingMetadata as SamplingMetadata
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only as apply_top_k_only
+    from vllm.v1.sample.ops.topk_topp_sampler import (
+        apply_top_k_top_p_pytorch as apply_top_k_top_p_pytorch,
+    )
     from vllm.v1.sample.rejection_sampler import RejectionSampler as RejectionSampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata as SpecDecodeMetadata
     from vllm.v1.spec_decode.metrics import SpecDecodingStats as SpecDecodingStats
@@ -208,6 +212,7 @@ NAMES = {
     "vllm.v1.sample.logits_processor": "BatchUpdate LogitsProcessor",
     "vllm.v1.sample.logits_processor.builtin": "process_dict_updates",
     "vllm.v1.sample.metadata": "SamplingMetadata",
+    "vllm.v1.sample.ops.topk_topp_sampler": "apply_top_k_only apply_top_k_top_p_pytorch",
     "vllm.v1.sample.rejection_sampler": "RejectionSampler",
     "vllm.v1.spec_decode.metadata": "SpecDecodeMetadata",
     "vllm.v1.spec_decode.metrics": "SpecDecodingStats",
@@ -345,6 +350,11 @@ def replace_next_rejection_sampler(build: Callable[..., Any]) -> None:
         return build(*args, **kwargs)
 
     names["RejectionSampler"] = build_once
+
+
+def replace_top_k_top_p(keep: Callable[..., Any]) -> None:
+    """Let samplers of this process restrict tokens by this function; only CPUs ask for it."""
+    vars(import_module("vllm.v1.sample.ops.topk_topp_sampler"))["apply_top_k_top_p_pytorch"] = keep
 
 
 def repair_cpu_drafts(expand_batch_to_tokens: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from apar_core.attention.plan import StepPlan, StepPlanner, family_counts, family_layers
+from apar_core.cpu_worker import ForkCPUWorker
 from apar_core.vllm_names import (
     AttentionSpec,
     CommonAttentionMetadata,
@@ -23,7 +24,6 @@ from apar_core.vllm_names import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
-    CPUWorker,
     attention_backend,
     cpu_attention_kernel,
     merge_attn_states,
@@ -34,8 +34,8 @@ _PLAIN_KERNELS = ("vec", "vec16")
 """vLLM's kernels whose cache has keys as [D, tokens] and values as [tokens, D] in each block."""
 
 
-class FamilyCPUWorker(CPUWorker):
-    """vLLM's worker on CPUs, whose model reads families."""
+class FamilyCPUWorker(ForkCPUWorker):
+    """The worker on CPUs whose model reads families."""
 
     def load_model(self, **kwargs: Any) -> None:
         """Build the model with our backend in the place of vLLM's."""

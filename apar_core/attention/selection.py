@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "apar_core.attention.cpu_backend.FamilyCPUWorker",
+    CPU_WORKER: "apar_core.attention.cpu_backend.FamilyCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "apar_core.attention.gpu_backends.FamilyGPUWorker",
 }
 """Our workers by vLLM's."""

@@ -10,44 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from apar_core.attention.cpu_backend import FamilyCPUWorker
-from apar_core.vllm_names import CPUWorker, PunicaWrapperCPU, replaced_adapter_kernels
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": f"{__name__}.AdapterCPUWorker",
-    "apar_core.attention.cpu_backend.FamilyCPUWorker": f"{__name__}.AdapterFamilyCPUWorker",
-}
-"""Workers that use these kernels, by those that do not."""
-
-
-def use_cpu_adapters(vllm_config: VllmConfig) -> None:
-    """Let the workers of an engine with adapters use these kernels, if it runs on CPUs."""
-    parallel = vllm_config.parallel_config
-    if vllm_config.lora_config is not None:
-        parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
-
-
-class _AdapterWorker:
-    def load_model(self, **kwargs: Any) -> None:
-        """Build the model with our kernels for its adapters."""
-        with replaced_adapter_kernels(f"{__name__}.{CPUAdapters.__name__}"):
-            super().load_model(**kwargs)  # type: ignore[misc]
-
-
-class AdapterCPUWorker(_AdapterWorker, CPUWorker):
-    """vLLM's worker on CPUs."""
-
-
-class AdapterFamilyCPUWorker(_AdapterWorker, FamilyCPUWorker):
-    """The worker on CPUs whose model reads families."""
+from apar_core.vllm_names import PunicaWrapperCPU
 
 
 @dataclass(frozen=True, slots=True)

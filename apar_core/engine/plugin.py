@@ -103,7 +103,7 @@ def install_processors() -> None:
 
 def complete(vllm_config: VllmConfig) -> VllmConfig:
     """Set up an engine that forks: processors, logits processors and scheduler variant."""
-    from apar_core.attention.selection import use_family_attention
+    from apar_core.attention.selection import CPU_WORKER, use_family_attention
     from apar_core.engine.gpu_start import choose_sampler
     from apar_core.engine.input_processor import bans_by_logits_processor, forks
     from apar_core.engine.prompt_chain import load_prompt_rows, uses_prompt_chain
@@ -139,11 +139,9 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     scheduler_config.scheduler_cls = scheduler
     if fork_settings(vllm_config).attention == "family":
         use_family_attention(vllm_config)
-    if vllm_config.device_config.device_type == "cpu":
-        # Imported here: it needs vLLM's CPU worker.
-        from apar_core.engine.cpu_adapters import use_cpu_adapters
-
-        use_cpu_adapters(vllm_config)
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls == CPU_WORKER:
+        parallel.worker_cls = "apar_core.cpu_worker.ForkCPUWorker"
     # For its errors, which otherwise end the engine's process.
     check_engine(vllm_config)
     return vllm_config

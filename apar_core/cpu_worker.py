@@ -1,0 +1,43 @@
+"""vLLM's worker on CPUs: faster adapters and top-p, and seeds that do not end the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from apar_core.cpu_sampling import keep_top_k_top_p
+from apar_core.vllm_names import CPUWorker, replace_top_k_top_p, replaced_adapter_kernels
+
+
+class ForkCPUWorker(CPUWorker):
+    """The worker of engines that fork."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Build the model with our kernels for its adapters, and sample with ours."""
+        replace_top_k_top_p(keep_top_k_top_p)
+        with replaced_adapter_kernels("apar_core.engine.cpu_adapters.CPUAdapters"):
+            super().load_model(**kwargs)
+
+    def sample_tokens(self, *args: Any) -> Any:
+        """Sample a token for each row; those of unfinished prompts are thrown away."""
+        with _unused_generators(self.model_runner):
+            return super().sample_tokens(*args)
+
+
+@contextmanager
+def _unused_generators(runner: Any) -> Iterator[None]:
+    """Let rows whose token is thrown away draw no number from their request's generator.
+
+    vLLM's runner turns the generator back after such a draw, which generators of CPUs refuse: a
+    prompt with a seed that takes several steps would end the engine (vLLM 0.32).
+    """
+    batch = runner.input_batch
+    thrown_away = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+    kept = {row: batch.generators.pop(row) for row in thrown_away if row in batch.generators}
+    try:
+        yield
+    finally:
+        batch.generators.update(kept)
