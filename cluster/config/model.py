@@ -21,7 +21,7 @@ from pydantic import (
 
 from apar_core.checkpoint_folder import adapter_in
 from apar_core.formats.resolved_format import FormatSetting
-from apar_core.models.smollm2 import SMOLLM2, FetchedModel
+from apar_core.models.smollm2 import SMOLLM2, CachedModel
 from cluster.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
 from cluster.config.checkpoint_files import (
     check_adapter_folder,
@@ -69,7 +69,7 @@ class Preset:
     Source of the large models' concurrency limits: APAR (arXiv 2401.06761), section 4.3.
     """
 
-    checkpoint: str | FetchedModel
+    checkpoint: str | CachedModel
     max_concurrency: int
     engine: dict[str, Any] = field(default_factory=dict)
     kv_cache_gib: float = 4.0
@@ -79,13 +79,13 @@ class Preset:
     @property
     def path(self) -> str:
         """The folder of the checkpoint, or its name on the Hugging Face hub."""
-        if isinstance(self.checkpoint, FetchedModel):
+        if isinstance(self.checkpoint, CachedModel):
             return str(self.checkpoint.folder)
         return self.checkpoint
 
     def check_fetched(self) -> None:
         """Raise ConfigError if the model is one of `apar fetch` and was not fetched yet."""
-        if isinstance(self.checkpoint, FetchedModel) and not self.checkpoint.folder.is_dir():
+        if isinstance(self.checkpoint, CachedModel) and not self.checkpoint.folder.is_dir():
             raise ConfigError(
                 f"{self.checkpoint.name} is not on this machine yet ({self.path}); run `apar fetch`"
             )
