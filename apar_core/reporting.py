@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import base64
 import csv
+import fcntl
 import html
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TextIO, TypeVar
 
 from pydantic import BaseModel
 
@@ -217,8 +218,11 @@ def save_figure(figure: Figure, path_without_suffix: Path) -> list[Path]:
 def claim_folder(folder: Path, settings: Mapping[str, str]) -> bool:
     """Record a run's settings in its folder; return whether the run was started there before.
 
-    Raises EvaluationError if the folder holds a run with other settings.
+    Until it ends, this process keeps other processes out of the folder. Raises EvaluationError if
+    one is in it, or if the folder holds a run with other settings.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    _keep_others_out(folder)
     path = folder / SETTINGS_FILE
     if path.is_file():
         try:
@@ -235,9 +239,27 @@ def claim_folder(folder: Path, settings: Mapping[str, str]) -> bool:
                 f"{folder} holds another run ({'; '.join(differing)}): give another --out"
             )
         return True
-    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dict(settings), indent=1), encoding="utf-8")
     return False
+
+
+# A lock of a process ends when it closes any file that it has opened of the locked one.
+_locks: dict[Path, TextIO] = {}
+
+
+def _keep_others_out(folder: Path) -> None:
+    path = (folder / ".lock").resolve()
+    if path in _locks:
+        return
+    file = path.open("w", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise EvaluationError(
+            f"another process writes to {folder}: wait for its end, or give another --out"
+        ) from error
+    _locks[path] = file
 
 
 class LineStore(Generic[Key, Line]):

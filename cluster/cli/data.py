@@ -51,6 +51,9 @@ DEFAULT_NUM_QUESTIONS = 3000
 _DEFAULT_MODEL = "smollm2-135m"
 # More rows at once gain nothing on a CPU, and each of them needs KV cache.
 _CPU_ROWS = 128
+# Number of questions from which compiling, which takes a minute on two cores, pays: 415 tokens/s
+# instead of 328.
+_COMPILED_FROM = 500
 _EXAMPLE_WIDTH = 60
 
 
@@ -402,7 +405,8 @@ def generate(
             )
 
             def start(context_length: int) -> OfflineEngine:
-                return _start_generator(str(chosen), context_length, kv_cache_gib)
+                compiles = wanted is None or wanted >= _COMPILED_FROM
+                return _start_generator(str(chosen), context_length, kv_cache_gib, compiles)
 
             report = generate_chats(settings, out, start, progress, endpoint)
     except KeyboardInterrupt as error:
@@ -432,7 +436,9 @@ def _endpoint(
     return endpoint_settings(target, model_name, key_env, concurrency, retries)
 
 
-def _start_generator(model: str, context_length: int, kv_cache_gib: float | None) -> OfflineEngine:
+def _start_generator(
+    model: str, context_length: int, kv_cache_gib: float | None, compiles: bool
+) -> OfflineEngine:
     """Start an engine that is set up for throughput."""
     import torch
 
@@ -442,8 +448,7 @@ def _start_generator(model: str, context_length: int, kv_cache_gib: float | None
     if not torch.cuda.is_available():
         settings = ModelConfig(checkpoint=model, kv_cache_gib=kv_cache_gib)
         arguments |= {
-            # Compiling takes longer than it saves in a run of thousands of answers.
-            "enforce_eager": True,
+            "enforce_eager": not compiles,
             "max_num_seqs": _CPU_ROWS,
             "kv_cache_memory_bytes": settings.kv_cache_bytes,
         }

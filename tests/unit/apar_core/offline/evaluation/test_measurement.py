@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,27 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     assert claim_folder(folder, {"model": "a", "decoder": "plain"})
     with pytest.raises(EvaluationError, match=r"model was 'a', is 'b'.*another --out"):
         claim_folder(folder, {"model": "b", "decoder": "plain"})
+
+
+def test_a_folder_has_one_process_at_a_time(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from apar_core.reporting import claim_folder; "
+        "claim_folder(Path(sys.argv[1]), {}); print('mine', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "mine\n"
+
+    with pytest.raises(EvaluationError, match=r"another process writes to .*: wait for its end"):
+        claim_folder(tmp_path, {})
+
+    other.communicate()
+    assert claim_folder(tmp_path, {})
 
 
 def test_damaged_settings_are_named(tmp_path: Path) -> None:
