@@ -23,7 +23,7 @@ def keep_top_k_top_p(logits_NV: Tensor, k: Tensor | None, p: Tensor | None, **na
     if p is None:
         return apply_top_k_top_p_pytorch(logits_NV, k, p, **named)
     if k is not None:
-        logits_NV = apply_top_k_only(logits_NV, k.clone())
+        logits_NV = apply_top_k_only(logits_NV, k)
     top_NL = logits_NV.topk(num_likeliest, dim=1).values
     probabilities_NL = (top_NL - logits_NV.logsumexp(dim=1, keepdim=True)).exp_()
     # A token is in the nucleus if those before it have less than p together.
@@ -32,9 +32,10 @@ def keep_top_k_top_p(logits_NV: Tensor, k: Tensor | None, p: Tensor | None, **na
     in_nucleus_NL[:, 0] = True
     edge_N1 = top_NL.gather(1, in_nucleus_NL.sum(dim=1, keepdim=True) - 1)
     reaches_further_N = in_nucleus_NL[:, -1] & (num_likeliest < logits_NV.shape[1])
-    edge_N1.masked_fill_(reaches_further_N.unsqueeze(1), -float("inf"))
+    # Top-p of 1 keeps everything, although the sum of float32 reaches 1 before the end.
+    keeps_N = reaches_further_N | (p >= 1)
+    edge_N1.masked_fill_(keeps_N.unsqueeze(1), -float("inf"))
     logits_NV.masked_fill_(logits_NV < edge_N1, -float("inf"))
-    # Top-p of 1 keeps everything.
     rows = (reaches_further_N & (p < 1)).nonzero().flatten()
     if len(rows) > 0:
         logits_NV[rows] = apply_top_k_top_p_pytorch(logits_NV[rows], None, p[rows], **named)

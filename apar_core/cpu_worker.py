@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -20,20 +21,30 @@ class ForkCPUWorker(CPUWorker):
         replace_top_k_top_p(keep_top_k_top_p)
         with replaced_adapter_kernels("apar_core.engine.cpu_adapters.CPUAdapters"):
             super().load_model(**kwargs)
+        if not self.use_v2_model_runner:
+            _keep_generators(self.model_runner)
 
-    def sample_tokens(self, *args: Any) -> Any:
-        """Sample a token for each row; those of unfinished prompts are thrown away."""
-        with _unused_generators(self.model_runner):
-            return super().sample_tokens(*args)
+
+def _keep_generators(runner: Any) -> None:
+    """Let rows whose token is thrown away draw no number from their request's generator.
+
+    These are rows of unfinished prompts. vLLM's runner (V1) turns the generator back after such a
+    draw, which generators of CPUs refuse: a prompt with a seed that takes several steps would end
+    the engine (vLLM 0.32).
+    """
+    # Not the worker's method, which vLLM's executor for Ray does not call.
+    sample = runner.sample_tokens
+
+    @wraps(sample)
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        with _unused_generators(runner):
+            return sample(*args, **kwargs)
+
+    runner.sample_tokens = sample_tokens
 
 
 @contextmanager
 def _unused_generators(runner: Any) -> Iterator[None]:
-    """Let rows whose token is thrown away draw no number from their request's generator.
-
-    vLLM's runner turns the generator back after such a draw, which generators of CPUs refuse: a
-    prompt with a seed that takes several steps would end the engine (vLLM 0.32).
-    """
     batch = runner.input_batch
     thrown_away = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
     kept = {row: batch.generators.pop(row) for row in thrown_away if row in batch.generators}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from importlib.machinery import PathFinder
@@ -85,6 +86,11 @@ def hidden_packages(root: Path = ROOT) -> list[str]:
             "uninstall it, or install apar-serve into an environment of its own"
         )
     return found
+
+
+def has_compiler() -> bool:
+    """Return whether torch.compile can compile for CPUs here: it runs a C++ compiler."""
+    return shutil.which(os.environ.get("CXX") or "g++") is not None
 
 
 def has_nvidia_driver() -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import fcntl
 import html
 import io
@@ -254,12 +255,15 @@ def _keep_others_out(folder: Path) -> None:
     file = path.open("w", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except OSError as error:
         file.close()
-        raise EvaluationError(
-            f"another process writes to {folder}: wait for its end, or give another --out"
-        ) from error
-    _locks[path] = file
+        # Other errors come from file systems without locks.
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise EvaluationError(
+                f"another process writes to {folder}: wait for its end, or give another --out"
+            ) from error
+    else:
+        _locks[path] = file
 
 
 class LineStore(Generic[Key, Line]):
@@ -276,6 +280,8 @@ class LineStore(Generic[Key, Line]):
 
         What is refused before a first line is kept leaves the folder free for another try.
         """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _keep_others_out(path.parent)
         if (path.parent / SETTINGS_FILE).is_file():
             claim_folder(path.parent, settings)
         self._settings = settings

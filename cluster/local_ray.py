@@ -139,8 +139,11 @@ _PROTOCOL = r"\n    ".join(
         "http-request return status 501 {json}/bad-method.json unless { method {known_methods} }",
         "http-request return status 426 {json}/upgrade.json hdr upgrade HTTP/1.1 "
         "hdr connection upgrade if METH_GET { req.hdr(upgrade) -i websocket }",
-        # HAProxy may never read the next request on a connection that asked for an upgrade.
-        "http-request set-var(txn.upgrade) bool(true) if { req.hdr(upgrade) -m found }",
+        # HAProxy may never read what follows an upgrade with a body on a connection.
+        "http-request set-var(txn.upgrade) bool(true) "
+        "if { req.hdr(upgrade) -m found } { req.hdr_cnt(content-length) gt 0 }",
+        "http-request set-var(txn.upgrade) bool(true) "
+        "if { req.hdr(upgrade) -m found } { req.hdr_cnt(transfer-encoding) gt 0 }",
         "http-after-response set-header connection close if { var(txn.upgrade) -m bool }",
         "http-request del-header upgrade",
     )

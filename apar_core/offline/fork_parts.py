@@ -58,13 +58,16 @@ def write_parts(trained: Path, parts: Path) -> None:
         parts / ADAPTER_FOLDER / _ADAPTER_FILE,
         metadata={"format": "pt"},
     )
-    shutil.copyfile(adapter / ADAPTER_CONFIG, parts / ADAPTER_FOLDER / ADAPTER_CONFIG)
+    # Names a folder of the machine that has trained it.
+    config = _read_json(adapter / ADAPTER_CONFIG) | {"base_model_name_or_path": None}
+    write_json(parts / ADAPTER_FOLDER / ADAPTER_CONFIG, config)
 
 
 def join_parts(base: Path, parts: Path, out: Path) -> None:
     """Write the checkpoint that parts and their base model make to a new folder.
 
-    The rows follow those of the base model, whose other files are kept. Raises CheckpointError as
+    The rows follow those of the base model, whose other files are kept but for README.md, which the
+    parts have. Raises CheckpointError as
     `write_parts`.
     """
     import torch

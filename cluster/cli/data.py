@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 
 from apar_core.errors import DataError
+from apar_core.installation import has_compiler
 from cluster.cli.evaluate import endpoint_settings
 from cluster.cli.options import (
     MODEL_HELP,
@@ -405,8 +406,7 @@ def generate(
             )
 
             def start(context_length: int) -> OfflineEngine:
-                compiles = wanted is None or wanted >= _COMPILED_FROM
-                return _start_generator(str(chosen), context_length, kv_cache_gib, compiles)
+                return _start_generator(str(chosen), context_length, kv_cache_gib, wanted or 0)
 
             report = generate_chats(settings, out, start, progress, endpoint)
     except KeyboardInterrupt as error:
@@ -437,7 +437,7 @@ def _endpoint(
 
 
 def _start_generator(
-    model: str, context_length: int, kv_cache_gib: float | None, compiles: bool
+    model: str, context_length: int, kv_cache_gib: float | None, num_questions: int
 ) -> OfflineEngine:
     """Start an engine that is set up for throughput."""
     import torch
@@ -448,10 +448,11 @@ def _start_generator(
     if not torch.cuda.is_available():
         settings = ModelConfig(checkpoint=model, kv_cache_gib=kv_cache_gib)
         arguments |= {
-            "enforce_eager": not compiles,
             "max_num_seqs": _CPU_ROWS,
             "kv_cache_memory_bytes": settings.kv_cache_bytes,
         }
+        if num_questions < _COMPILED_FROM or not has_compiler():
+            arguments["enforce_eager"] = True
     try:
         return start_engine(model, **arguments)
     # vLLM reports unusable models with a ValueError.

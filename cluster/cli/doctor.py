@@ -197,7 +197,7 @@ def check_memory(available_bytes: int, total_bytes: int) -> Finding:
 def check_fetched(model: CachedModel) -> Finding:
     """Say whether a model of `apar fetch` is on this machine; the others run without it."""
     if model.folder.is_dir():
-        size = sum(file.stat().st_size for file in model.folder.rglob("*"))
+        size = sum(file.stat().st_size for file in model.folder.rglob("*") if file.is_file())
         return Finding(model.name, f"{model.folder}, {size / 2**20:,.0f} MiB")
     return Finding(
         model.name,

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from ray import serve
 
 from apar_core.engine.replay import REPLAY
+from apar_core.installation import has_compiler
 from apar_core.scheduler.row_limits import largest_graph
 from cluster.config import ClusterConfig
 from cluster.config.model import ModelConfig, multiplies_bfloat16
@@ -78,8 +78,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
         }
         if model.preset.is_small and not multiplies_bfloat16():
             arguments["dtype"] = "float32"
-        # On a CPU, torch.compile runs a C++ compiler, which the image for CPUs does not have.
-        if shutil.which(os.environ.get("CXX") or "g++") is None:
+        # The image for CPUs has no compiler.
+        if not has_compiler():
             arguments["enforce_eager"] = True
     arguments |= model.preset.engine | model.engine
     settings = model.forks.model_dump(exclude_none=True)

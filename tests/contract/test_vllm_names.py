@@ -106,6 +106,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import block_table as v1_block_table
@@ -770,6 +771,17 @@ PASSAGES = (
         GPUModelRunner.load_model,
         r"self\.drafter\.load_model\(self\.model\)",
         "a custom proposer gets the model, to which PromptChain adds its embeddings",
+    ),
+    Passage(
+        apply_top_k_top_p,
+        r"return apply_top_k_top_p_pytorch\(logits, k, p, allow_cpu_sync=is_cpu\)",
+        "workers on CPUs replace this function, which sorts the vocabulary",
+    ),
+    Passage(
+        GPUModelRunner._bookkeeping_sync,
+        r"self\.discard_request_mask\.np\[:num_reqs\] .*"
+        r"self\.input_batch\.generators\.get\(int\(i\)\) if gen is not None: gen\.set_offset\(",
+        "workers on CPUs take these generators out of the batch while it is sampled",
     ),
     Passage(
         GPUModelRunner._sample,

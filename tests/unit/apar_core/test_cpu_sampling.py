@@ -46,6 +46,23 @@ def test_the_same_tokens_are_kept(
     assert not found.isinf().all(dim=1).any()
 
 
+def test_top_p_of_1_keeps_everything_beside_other_rows() -> None:
+    logits = torch.full((2, 1000), -25.0)
+    logits[:, :2] = torch.tensor([5.0, 4.0])
+
+    found = keep_top_k_top_p(logits, None, torch.tensor([1.0, 0.9]))
+
+    assert (~found.isinf()).sum(dim=1).tolist() == [1000, 2]
+
+
+def test_tokens_that_are_equal_at_the_edge_are_all_kept() -> None:
+    logits = torch.tensor([[2.0] + [1.0] * 9 + [0.0] * 90])
+
+    found = keep_top_k_top_p(logits, None, torch.tensor([0.2]))
+
+    assert (~found.isinf()).sum(dim=1).tolist() == [10]
+
+
 def test_rows_with_few_likely_tokens_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.full((3, 5000), -20.0)
     logits[:, :3] = torch.tensor([3.0, 2.0, 1.0])

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import async_llm, llm_engine
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from apar_core.attention.selection import reads_families
+from apar_core.cpu_worker import ForkCPUWorker
 from apar_core.engine.async_engine import SCHEDULER_CLS
 from apar_core.engine.input_processor import ForkInputProcessor
 from apar_core.engine.plugin import register
@@ -60,6 +63,22 @@ def test_an_engine_without_our_scheduler_is_vllms_own(scheduler_cls: str | None)
     assert config.scheduler_config.scheduler_cls == scheduler_cls
     assert not config.model_config.logits_processors
     assert built_by_engines() == {InputProcessor}
+
+
+@pytest.mark.usefixtures("stock_vllm")
+@pytest.mark.parametrize("lora", [{}, {"enable_lora": True, "max_loras": 1}], ids=["", "lora"])
+@pytest.mark.parametrize("attention", ["ordinary", "family"])
+def test_workers_on_cpus_are_ours_also_with_adapters_and_families(
+    attention: str, lora: dict[str, Any]
+) -> None:
+    register_anew()
+
+    config = configuration(
+        scheduler_cls=SCHEDULER_CLS, additional_config={"apar": {"attention": attention}}, **lora
+    )
+
+    assert reads_families(config) == (attention == "family")
+    assert issubclass(resolve_obj_by_qualname(config.parallel_config.worker_cls), ForkCPUWorker)
 
 
 @pytest.mark.usefixtures("stock_vllm")

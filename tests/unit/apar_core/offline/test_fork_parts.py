@@ -118,3 +118,4 @@ def test_fetching_a_model_that_forks_fetches_its_base_model(
     assert said == [f"{damaged} is damaged: fetching the model again."]
     shutil.rmtree(model.base.folder)
     assert not run()
+    assert not model.base.folder.exists()
