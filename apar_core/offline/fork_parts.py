@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from apar_core.checkpoint_folder import ADAPTER_CONFIG, ADAPTER_FOLDER
 from apar_core.errors import CheckpointError
+from apar_core.file_modes import share_weights
 from apar_core.formats.control_tokens import find_control_tokens
 from apar_core.offline.gguf import ADDED_TOKEN, write_json
 
@@ -60,7 +61,10 @@ def write_parts(trained: Path, parts: Path) -> None:
     )
     # Names a folder of the machine that has trained it.
     config = _read_json(adapter / ADAPTER_CONFIG) | {"base_model_name_or_path": None}
-    write_json(parts / ADAPTER_FOLDER / ADAPTER_CONFIG, config)
+    shared = parts / ADAPTER_FOLDER / ADAPTER_CONFIG
+    write_json(shared, config)
+    share_weights(shared)
+    shutil.copymode(shared, parts / ROWS_FILE)
 
 
 def join_parts(base: Path, parts: Path, out: Path) -> None:
@@ -90,6 +94,8 @@ def join_parts(base: Path, parts: Path, out: Path) -> None:
     ]
     write_json(out / _TOKENIZER_FILE, tokenizer)
     write_json(out / _CONFIG_FILE, config | {"vocab_size": num_rows + len(tokens)})
+    for shared in (out / _CONFIG_FILE, out / ADAPTER_FOLDER / ADAPTER_CONFIG):
+        share_weights(shared)
 
 
 def _tied_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -79,6 +79,10 @@ def test_parts_of_what_parts_have_made_are_the_same(
         found, expected = load_file(tmp_path / "again" / name), load_file(parts / name)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[each], expected[each]) for each in found)
+    # Other accounts can read them as far as the umask says.
+    shared = (tmp_path / "again" / "adapter" / "adapter_config.json").stat().st_mode
+    for folder in (tmp_path / "out", tmp_path / "again"):
+        assert {file.stat().st_mode for file in folder.rglob("*.safetensors")} == {shared}
 
 
 def test_a_merged_model_has_no_parts(base: Path, tmp_path: Path) -> None:
