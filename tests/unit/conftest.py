@@ -1,5 +1,7 @@
 """Fixtures of all unit tests."""
 
+import sys
+
 import pytest
 
 from tests.fakes.simulated_time import CLOCKS, SimulatedTime
@@ -16,3 +18,10 @@ def simulated_clocks(simulated_time: SimulatedTime, monkeypatch: pytest.MonkeyPa
     """Let the clocks of the module `time` follow the simulated time."""
     for name in CLOCKS:
         monkeypatch.setattr(f"time.{name}", simulated_time.clock(name))
+
+
+@pytest.fixture(autouse=True)
+def read_environment() -> None:
+    """Let vLLM read the environment anew; an engine of an earlier test in this process kept it."""
+    if (envs := sys.modules.get("vllm.envs")) is not None:
+        envs.disable_envs_cache()
