@@ -9,7 +9,7 @@ from torch import Tensor
 from apar_core.vllm_names import apply_top_k_only, apply_top_k_top_p_pytorch
 
 _LIKELIEST = 512
-"""Tokens that usually hold a row's nucleus."""
+"""Number of tokens among which the nucleus of most rows lies."""
 
 
 def keep_top_k_top_p(logits_NV: Tensor, k: Tensor | None, p: Tensor | None, **named: Any) -> Tensor:
@@ -19,9 +19,9 @@ def keep_top_k_top_p(logits_NV: Tensor, k: Tensor | None, p: Tensor | None, **na
     of most rows lies among a few hundred tokens, which are found without sorting the others. Rows
     with another nucleus are sorted. Of tokens of equal probability at the edge, all are kept.
     """
-    num_likeliest = min(_LIKELIEST, logits_NV.shape[1])
     if p is None:
         return apply_top_k_top_p_pytorch(logits_NV, k, p, **named)
+    num_likeliest = min(_LIKELIEST, logits_NV.shape[1])
     if k is not None:
         logits_NV = apply_top_k_only(logits_NV, k)
     top_NL = logits_NV.topk(num_likeliest, dim=1).values

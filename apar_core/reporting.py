@@ -244,7 +244,7 @@ def claim_folder(folder: Path, settings: Mapping[str, str]) -> bool:
     return False
 
 
-# A lock of a process ends when it closes any file that it has opened of the locked one.
+# Kept open: a process loses a lock when it closes the file.
 _locks: dict[Path, TextIO] = {}
 
 

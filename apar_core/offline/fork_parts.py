@@ -33,7 +33,8 @@ _TOKENIZER_FILE, _CONFIG_FILE = "tokenizer.json", "config.json"
 def write_parts(trained: Path, parts: Path) -> None:
     """Write a converted checkpoint's adapter and rows, in bfloat16, to a folder.
 
-    Raises CheckpointError if its adapter is merged, or if it has rows of its own for output.
+    Raises CheckpointError if its adapter is merged, if it has no control tokens, or if it has rows
+    of its own for output.
     """
     # Importing torch takes seconds.
     from safetensors.torch import load_file, save_file
@@ -59,7 +60,7 @@ def write_parts(trained: Path, parts: Path) -> None:
         parts / ADAPTER_FOLDER / _ADAPTER_FILE,
         metadata={"format": "pt"},
     )
-    # Names a folder of the machine that has trained it.
+    # The name is that of a folder on the machine that trained the adapter.
     config = _read_json(adapter / ADAPTER_CONFIG) | {"base_model_name_or_path": None}
     shared = parts / ADAPTER_FOLDER / ADAPTER_CONFIG
     write_json(shared, config)
@@ -70,9 +71,8 @@ def write_parts(trained: Path, parts: Path) -> None:
 def join_parts(base: Path, parts: Path, out: Path) -> None:
     """Write the checkpoint that parts and their base model make to a new folder.
 
-    The rows follow those of the base model, whose other files are kept but for README.md, which the
-    parts have. Raises CheckpointError as
-    `write_parts`.
+    The rows follow those of the base model. README.md comes from the parts, and the other files
+    from the base model. Raises CheckpointError if the base model has rows of its own for output.
     """
     import torch
     from safetensors import safe_open

@@ -270,6 +270,6 @@ def _half_rotated(values: NDArray[np.float32], num_heads: int) -> NDArray[np.flo
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write a file of a checkpoint, as its hash has recorded it."""
+    """Write a JSON file of a checkpoint, always in the same form: its hash is recorded."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
     file.write_text(f"{text}\n", encoding="utf-8")
