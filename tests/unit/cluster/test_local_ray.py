@@ -602,14 +602,8 @@ def heads_through_haproxy(folder: Path, *requests: bytes, half: bool = False) ->
 
     With `half`, the client closes its side behind each request.
     """
-    wrapper, config, port = folder / "haproxy", folder / "c.cfg", free_port()
-    write_haproxy_wrapper(wrapper)
     found = []
-    with Echoing() as echo, ExitStack() as stack:
-        servers = f"    option abortonclose\n    server one {echo.address}\n"
-        config.write_text("global\n    maxconn 10\n" + retrying(port, servers))
-        stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
-        until(lambda: accepts(port))
+    with Echoing() as echo, haproxy_before(folder, echo) as port, ExitStack() as stack:
         for request in requests:
             echo.hangs = half
             link = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
@@ -621,6 +615,18 @@ def heads_through_haproxy(folder: Path, *requests: bytes, half: bool = False) ->
             found.append((answer.status, answer.headers, answer.read()))
             echo.may_end.set()
     return found
+
+
+@contextmanager
+def haproxy_before(folder: Path, echo: "Echoing") -> Iterator[int]:
+    """Run HAProxy, configured by our wrapper, before a server; yield its port."""
+    wrapper, config, port = folder / "haproxy", folder / "c.cfg", free_port()
+    write_haproxy_wrapper(wrapper)
+    servers = f"    option abortonclose\n    server one {echo.address}\n"
+    config.write_text("global\n    maxconn 10\n" + retrying(port, servers))
+    with ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])):
+        until(lambda: accepts(port))
+        yield port
 
 
 class Echoing(HttpServer):
@@ -689,16 +695,10 @@ def test_no_request_hangs_behind_an_upgrade(tmp_path: Path, protocol: str) -> No
     """HAProxy 2.8 stops reading such a connection if the answer comes before the whole body."""
     upgrade = (f"Upgrade: {protocol}", *HANDSHAKE[1:])
     first, second = raw("POST", "/", *upgrade, body="a" * 70_000), raw("POST", "/", body="b" * 140)
-    wrapper, config, port = tmp_path / "haproxy", tmp_path / "c.cfg", free_port()
-    write_haproxy_wrapper(wrapper)
     statuses = []
 
-    with Echoing() as echo, ExitStack() as stack:
+    with Echoing() as echo, haproxy_before(tmp_path, echo) as port, ExitStack() as stack:
         echo.answers_first = True
-        servers = f"    server one {echo.address}\n"
-        config.write_text("global\n    maxconn 10\n" + retrying(port, servers))
-        stack.enter_context(ended(subprocess.Popen([str(wrapper), "-db", "-f", str(config)])))
-        until(lambda: accepts(port))
         link = None
         for request in (first, second) * 3:
             if link is None:
