@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from apar_core.cpu_sampling import keep_top_k_top_p
+from apar_core.engine.cpu_adapted_layers import adapt_layers
 from apar_core.vllm_names import CPUWorker, replace_top_k_top_p, replaced_adapter_kernels
 
 
@@ -21,6 +22,9 @@ class ForkCPUWorker(CPUWorker):
         replace_top_k_top_p(keep_top_k_top_p)
         with replaced_adapter_kernels("apar_core.engine.cpu_adapters.CPUAdapters"):
             super().load_model(**kwargs)
+        if self.vllm_config.lora_config is not None:
+            compilation = self.vllm_config.compilation_config
+            adapt_layers(self.model_runner.model, compilation.static_forward_context)
         if not self.use_v2_model_runner:
             _keep_generators(self.model_runner)
 

@@ -42,9 +42,22 @@ if TYPE_CHECKING:
     from vllm.entrypoints.serve.tokenize.protocol import (
         TokenizeCompletionRequest as TokenizeCompletionRequest,
     )
+    from vllm.forward_context import get_forward_context as get_forward_context
+    from vllm.lora.layers import BaseLayerWithLoRA as BaseLayerWithLoRA
+    from vllm.lora.layers import LogitsProcessorWithLoRA as LogitsProcessorWithLoRA
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA as VocabParallelEmbeddingWithLoRA
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA as BaseLinearLayerWithLoRA
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU as PunicaWrapperCPU
     from vllm.lora.request import LoRARequest as LoRARequest
     from vllm.model_executor.layers.attention import Attention as Attention
+    from vllm.model_executor.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from vllm.model_executor.layers.linear import (
+        MergedColumnParallelLinear as MergedColumnParallelLinear,
+    )
+    from vllm.model_executor.layers.linear import QKVParallelLinear as QKVParallelLinear
+    from vllm.model_executor.layers.linear import ReplicatedLinear as ReplicatedLinear
+    from vllm.model_executor.layers.linear import RowParallelLinear as RowParallelLinear
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod as UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead as ParallelLMHead
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding as VocabParallelEmbedding,
@@ -56,6 +69,7 @@ if TYPE_CHECKING:
     from vllm.usage.usage_lib import UsageContext as UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser as FlexibleArgumentParser
     from vllm.utils.math_utils import cdiv as cdiv
+    from vllm.utils.torch_utils import direct_register_custom_op as direct_register_custom_op
     from vllm.v1.attention.backend import AttentionCGSupport as AttentionCGSupport
     from vllm.v1.attention.backend import CommonAttentionMetadata as CommonAttentionMetadata
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as CPUAttentionBackend
@@ -169,15 +183,21 @@ NAMES = {
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
     "vllm.entrypoints.serve.tokenize.protocol": "DetokenizeRequest TokenizeChatRequest "
     "TokenizeCompletionRequest",
+    "vllm.forward_context": "get_forward_context",
+    "vllm.lora.layers": "BaseLayerWithLoRA LogitsProcessorWithLoRA VocabParallelEmbeddingWithLoRA",
+    "vllm.lora.layers.base_linear": "BaseLinearLayerWithLoRA",
     "vllm.lora.punica_wrapper.punica_cpu": "PunicaWrapperCPU",
     "vllm.lora.request": "LoRARequest",
     "vllm.model_executor.layers.attention": "Attention",
+    "vllm.model_executor.layers.linear": "ColumnParallelLinear MergedColumnParallelLinear "
+    "QKVParallelLinear ReplicatedLinear RowParallelLinear UnquantizedLinearMethod",
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
     "vllm.tokenizers": "cached_tokenizer_from_config get_tokenizer",
     "vllm.transformers_utils.config": "get_config get_hf_text_config",
     "vllm.usage.usage_lib": "UsageContext",
     "vllm.utils.argparse_utils": "FlexibleArgumentParser",
     "vllm.utils.math_utils": "cdiv",
+    "vllm.utils.torch_utils": "direct_register_custom_op",
     "vllm.v1.attention.backend": "AttentionCGSupport CommonAttentionMetadata",
     "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend CPUAttentionBackendImpl "
     "CPUAttentionMetadata CPUAttentionMetadataBuilder",

@@ -60,6 +60,19 @@ class CPUAdapters(PunicaWrapperCPU):
         self._of_tokens = adapter_rows(self.token_lora_indices)
         self._of_samples = adapter_rows(self.sampler_indices)
 
+    @property
+    def changes_tokens(self) -> bool:
+        """Whether any row of this step has an adapter."""
+        return bool(self._of_tokens)
+
+    @property
+    def place_of_all_tokens(self) -> int | None:
+        """The place of the adapter that all rows of this step have, if they have the same."""
+        match self._of_tokens:
+            case [AdapterRows(place, None)]:
+                return place
+        return None
+
     def add_shrink(
         self,
         y: Any,

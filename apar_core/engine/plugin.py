@@ -137,11 +137,26 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     if scheduler in (ForkScheduler, ForkAsyncScheduler):
         scheduler = ForkAsyncScheduler if scheduler_config.async_scheduling else ForkScheduler
     scheduler_config.scheduler_cls = scheduler
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls == CPU_WORKER:
+        _compile_with_adapters(vllm_config)
     if fork_settings(vllm_config).attention == "family":
         use_family_attention(vllm_config)
-    parallel = vllm_config.parallel_config
     if parallel.worker_cls == CPU_WORKER:
         parallel.worker_cls = "apar_core.cpu_worker.ForkCPUWorker"
     # For its errors, which otherwise end the engine's process.
     check_engine(vllm_config)
     return vllm_config
+
+
+def _compile_with_adapters(vllm_config: VllmConfig) -> None:
+    """Compile a model with adapters on CPUs as one without.
+
+    vLLM chooses PyTorch's operators for the compiler, and then does not compile: what a layer with
+    adapters computes differs between steps. Our worker hides that from the compiler.
+    """
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    if vllm_config.lora_config is not None and "none" in compilation.custom_ops:
+        compilation.mode = CompilationMode.DYNAMO_TRACE_ONCE

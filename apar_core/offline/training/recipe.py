@@ -37,6 +37,12 @@ class LoraSettings(BaseModel):
     target_modules: str | tuple[str, ...] = Field(
         "all-linear", description="Names of the adapted layers, or all-linear."
     )
+    row_learning_rate: PositiveFloat | None = Field(
+        None,
+        description="Peak learning rate of the rows of the format's tokens; by default "
+        "learning_rate, as for the adapters. New tokens need a higher one than the adapters, which "
+        "change how the model writes.",
+    )
     merge: bool = Field(
         True,
         description="Merge the adapters into the saved model. Otherwise the base model with the "

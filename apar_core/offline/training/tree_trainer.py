@@ -26,6 +26,8 @@ from apar_core.offline.training.tree_dataset import RowList
 from apar_core.offline.training.tree_forward import FLEX, FLEX_BLOCK_TOKENS, summed_tree_loss
 
 CHECKPOINTS = "checkpoints"
+# In peft's names of the rows that it trains beside an adapter.
+_TRAINED_ROWS = "trainable_tokens_delta"
 Batch = dict[str, Tensor]
 
 
@@ -93,17 +95,24 @@ class JointOptimizer(Optimizer):
 
 
 def build_optimizer(model: Module, recipe: TrainingRecipe) -> Optimizer:
-    """Return AdamW for all trained parameters, with Muon for the layers' matrices if configured."""
+    """Return AdamW for all trained parameters, with Muon for the layers' matrices if configured.
+
+    The rows of a format's tokens have their own learning rate if the recipe gives one.
+    """
     matrices: list[Parameter] = []
+    new_rows: list[Parameter] = []
     rest: list[Parameter] = []
+    row_rate = None if recipe.lora is None else recipe.lora.row_learning_rate
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             muon = recipe.muon is not None and "layers." in name and parameter.ndim == 2
-            (matrices if muon else rest).append(parameter)
+            is_rows = row_rate is not None and _TRAINED_ROWS in name
+            (matrices if muon else new_rows if is_rows else rest).append(parameter)
     # Norms and biases have no weight decay.
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": recipe.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        {"params": new_rows, "weight_decay": 0.0, "lr": row_rate},
     ]
     adamw = AdamW(
         [group for group in groups if group["params"]],

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from apar_core.offline.training.recipe import MuonSettings, Schedule, TrainingRecipe
+from apar_core.offline.training.fine_tune import adapted
+from apar_core.offline.training.recipe import (
+    LoraSettings,
+    MuonSettings,
+    Schedule,
+    TrainingRecipe,
+)
 from apar_core.offline.training.tree_trainer import JointOptimizer, build_optimizer, rate_factor
 from tests.unit.apar_core.offline.training.random_trees import random_model
 
@@ -50,6 +56,20 @@ def test_frozen_weights_are_left_out() -> None:
     optimizer = build_optimizer(model, RECIPE)
 
     assert [p.shape for group in optimizer.param_groups for p in group["params"]] == [(40, 32)]
+
+
+def test_the_rows_of_new_tokens_have_their_own_rate() -> None:
+    lora = LoraSettings(row_learning_rate=0.5)
+    model = adapted(copy.deepcopy(random_model()), lora, [3, 4])
+
+    optimizer = build_optimizer(model, RECIPE.model_copy(update={"lora": lora}))
+
+    rates = {
+        group["lr"]: [tuple(parameter.shape) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    }
+    assert rates.pop(0.5) == [(2, 32)] * (1 if model.config.tie_word_embeddings else 2)
+    assert list(rates) == [RECIPE.learning_rate]
 
 
 def steps(optimizer: JointOptimizer, model: torch.nn.Module, seeds: range) -> None:
