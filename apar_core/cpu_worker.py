@@ -20,11 +20,13 @@ class ForkCPUWorker(CPUWorker):
     def load_model(self, **kwargs: Any) -> None:
         """Build the model with our kernels for its adapters, and sample with ours."""
         replace_top_k_top_p(keep_top_k_top_p)
+        compilation = self.vllm_config.compilation_config
+        mode = compilation.mode
         with replaced_adapter_kernels("apar_core.engine.cpu_adapters.CPUAdapters"):
             super().load_model(**kwargs)
-        if self.vllm_config.lora_config is not None:
-            compilation = self.vllm_config.compilation_config
-            adapt_layers(self.model_runner.model, compilation.static_forward_context)
+        # vLLM completes the configuration again for a draft model, and turns compilation off.
+        compilation.mode = mode
+        adapt_layers(self.model_runner.model)
         if not self.use_v2_model_runner:
             _keep_generators(self.model_runner)
 

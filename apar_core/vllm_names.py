@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vllm.entrypoints.serve.tokenize.protocol import (
         TokenizeCompletionRequest as TokenizeCompletionRequest,
     )
-    from vllm.forward_context import get_forward_context as get_forward_context
     from vllm.lora.layers import BaseLayerWithLoRA as BaseLayerWithLoRA
+    from vllm.lora.layers import ClassificationHeadWithLoRA as ClassificationHeadWithLoRA
     from vllm.lora.layers import LogitsProcessorWithLoRA as LogitsProcessorWithLoRA
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA as VocabParallelEmbeddingWithLoRA
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA as BaseLinearLayerWithLoRA
@@ -183,8 +183,8 @@ NAMES = {
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
     "vllm.entrypoints.serve.tokenize.protocol": "DetokenizeRequest TokenizeChatRequest "
     "TokenizeCompletionRequest",
-    "vllm.forward_context": "get_forward_context",
-    "vllm.lora.layers": "BaseLayerWithLoRA LogitsProcessorWithLoRA VocabParallelEmbeddingWithLoRA",
+    "vllm.lora.layers": "BaseLayerWithLoRA ClassificationHeadWithLoRA LogitsProcessorWithLoRA "
+    "VocabParallelEmbeddingWithLoRA",
     "vllm.lora.layers.base_linear": "BaseLinearLayerWithLoRA",
     "vllm.lora.punica_wrapper.punica_cpu": "PunicaWrapperCPU",
     "vllm.lora.request": "LoRARequest",

@@ -9,8 +9,11 @@ mix both add products to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from apar_core.engine.cpu_adapters import CPUAdapters
 from apar_core.vllm_names import (
     BaseLayerWithLoRA,
     BaseLinearLayerWithLoRA,
+    ClassificationHeadWithLoRA,
     ColumnParallelLinear,
     LogitsProcessorWithLoRA,
     MergedColumnParallelLinear,
@@ -28,11 +32,13 @@ from apar_core.vllm_names import (
     UnquantizedLinearMethod,
     VocabParallelEmbeddingWithLoRA,
     direct_register_custom_op,
-    get_forward_context,
 )
 
 MOST_MERGED_BYTES = 1 << 30
 """Size of all merged copies up to which a model has them."""
+STEPS_BEFORE_MERGING = 32
+"""Steps for which an adapter is added, not merged: those that merging takes, so that adapters that
+come and go cost at most twice as much."""
 
 _PLAIN = (
     ColumnParallelLinear,
@@ -43,6 +49,8 @@ _PLAIN = (
 )
 # Columns of a packed weight that are read back at once.
 _READ_COLUMNS = 256
+_layers: WeakValueDictionary[str, AdaptedLayer] = WeakValueDictionary()
+_numbers = count()
 
 
 class AdaptedLayer:
@@ -52,9 +60,12 @@ class AdaptedLayer:
     steps. That is why it does not compile models with adapters on CPUs.
     """
 
-    def __init__(self, layer: Any, name: str, *, num_outputs: int, dtype: torch.dtype) -> None:
-        self.num_outputs, self.dtype = num_outputs, dtype
-        self._layer, self._name = layer, name
+    def __init__(self, layer: Any, num_outputs: int) -> None:
+        self.num_outputs = num_outputs
+        self._layer = layer
+        # The same in each process that builds the same model, for the compiler's cache.
+        self._name = f"adapted-{next(_numbers)}"
+        _layers[self._name] = self
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if torch.compiler.is_compiling():
@@ -66,30 +77,38 @@ class AdaptedLayer:
         """Return the layer's outputs for the rows of this step."""
         raise NotImplementedError
 
+    def shaped(self, x: Tensor) -> Tensor:
+        """Return a tensor that is like the outputs, but for its values."""
+        raise NotImplementedError
+
 
 class AdaptedEmbedding(AdaptedLayer):
     """Embeddings of tokens [N] with adapters: [N, D]."""
 
-    def __init__(self, layer: Any, name: str) -> None:
-        base = layer.base_layer
-        super().__init__(layer, name, num_outputs=base.embedding_dim, dtype=base.weight.dtype)
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer, layer.base_layer.embedding_dim)
         self._forward: Callable[[Tensor], Tensor] = layer.forward
 
     def run(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return what vLLM's layer returns."""
         return self._forward(x)
 
+    def shaped(self, x: Tensor) -> Tensor:
+        """Return a tensor that is like the embeddings of `x`, but for its values."""
+        return torch.empty((*x.shape, self.num_outputs), dtype=self._layer.weight.dtype)
+
 
 class AdaptedLinear(AdaptedLayer):
     """A linear layer with adapters, [N, D] to [N, O], with merged copies if `merges`."""
 
-    def __init__(self, layer: Any, name: str, *, dtype: torch.dtype, merges: bool) -> None:
-        super().__init__(layer, name, num_outputs=sum(layer.output_slices), dtype=dtype)
+    def __init__(self, layer: Any, *, merges: bool) -> None:
+        super().__init__(layer, sum(layer.output_slices))
         self._merges = merges
         self._apply: Callable[[Tensor, Tensor | None], Tensor] = layer.apply
         self._method: Any = layer.base_layer.quant_method
-        # Adapters by their place, merged when a step first needs them.
+        # By the adapter's place.
         self._merged: dict[int, nn.Module] = {}
+        self._num_steps: Counter[int] = Counter()
         self._reset = layer.reset_lora
 
     def run(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,21 +119,27 @@ class AdaptedLinear(AdaptedLayer):
         outputs: Tensor = self._method.apply(weights, x, bias)
         return outputs
 
+    def shaped(self, x: Tensor) -> Tensor:
+        """Return a tensor that is like the outputs for `x`, but for its values."""
+        return x.new_empty((*x.shape[:-1], self.num_outputs))
+
     def reset(self, index: int) -> None:
         """Remove the adapter at a place, as vLLM does before it sets another."""
         self._merged.pop(index, None)
+        self._num_steps.pop(index, None)
         self._reset(index)
 
     def _weights_of_all_rows(self) -> Any:
-        """Return what all rows of the step are multiplied by; None if they differ."""
+        """Return what all rows of the step are multiplied by; None if adapters are added."""
         kernels: CPUAdapters = self._layer.punica_wrapper
         if not kernels.changes_tokens:
             return self._layer.base_layer
         if (place := kernels.place_of_all_tokens) is None:
             return None
-        if (merged := self._merged.get(place)) is None:
-            merged = self._merged[place] = self._merge(place)
-        return merged
+        self._num_steps[place] += 1
+        if place not in self._merged and self._num_steps[place] > STEPS_BEFORE_MERGING:
+            self._merged[place] = self._merge(place)
+        return self._merged.get(place)
 
     def _merge(self, place: int) -> nn.Module:
         layer = self._layer
@@ -124,7 +149,8 @@ class AdaptedLinear(AdaptedLayer):
         ]
         weight_OD = self._weight().float() + torch.cat(changes)
         merged = nn.Module()
-        merged.weight = nn.Parameter(weight_OD.to(self.dtype), requires_grad=False)
+        dtype = layer.base_layer.params_dtype
+        merged.weight = nn.Parameter(weight_OD.to(dtype), requires_grad=False)
         self._method.process_weights_after_loading(merged)
         return merged
 
@@ -134,73 +160,64 @@ class AdaptedLinear(AdaptedLayer):
         It is the product with an identity matrix, which rounds nothing.
         """
         base, num_inputs = self._layer.base_layer, self._layer.input_size
-        identity_DD = torch.eye(num_inputs, dtype=self.dtype)
+        identity_DD = torch.eye(num_inputs, dtype=base.params_dtype)
         parts = [self._method.apply(base, rows) for rows in identity_DD.split(_READ_COLUMNS)]
         return torch.cat(parts).T.contiguous()
 
 
-def adapt_layers(model: nn.Module, static_forward_context: dict[str, Any]) -> None:
+def adapt_layers(model: nn.Module) -> None:
     """Replace what a model's layers with adapters compute, once its adapters have their room.
 
-    `static_forward_context` is that of the engine's compilation settings. A model that has other
-    layers with adapters is not compiled.
+    A model that has other layers with adapters than linear ones and embeddings is not compiled.
     """
-    layers: dict[str, Any] = {
-        name: each for name, each in model.named_modules() if isinstance(each, BaseLayerWithLoRA)
-    }
-    if not layers:
-        return
-    dtype = next(model.parameters()).dtype
-    merges = _num_merged_bytes(layers.values(), dtype) <= MOST_MERGED_BYTES
-    opaque = True
-    for name, layer in layers.items():
-        key = f"{name}.apar_adapted"
-        if isinstance(layer, BaseLinearLayerWithLoRA):
-            linear = AdaptedLinear(layer, key, dtype=dtype, merges=merges and _can_merge(layer))
+    layers: list[Any] = [each for each in model.modules() if isinstance(each, BaseLayerWithLoRA)]
+    merges = _num_merged_bytes(layers) <= MOST_MERGED_BYTES
+    compiles = True
+    for layer in layers:
+        if isinstance(layer, (LogitsProcessorWithLoRA, ClassificationHeadWithLoRA)):
+            # Behind the part of a model that vLLM compiles.
+            continue
+        if isinstance(layer, BaseLinearLayerWithLoRA) and not _is_sharded(layer):
+            linear = AdaptedLinear(layer, merges=merges and _can_merge(layer))
             vars(layer).update(apply=linear, reset_lora=linear.reset)
-            static_forward_context[key] = linear
         elif isinstance(layer, VocabParallelEmbeddingWithLoRA):
-            embedding = AdaptedEmbedding(layer, key)
-            vars(layer).update(forward=embedding)
-            static_forward_context[key] = embedding
-        elif not isinstance(layer, LogitsProcessorWithLoRA):
-            opaque = False
-    if not opaque:
+            vars(layer).update(forward=AdaptedEmbedding(layer))
+        else:
+            compiles = False
+    if not compiles:
         for module in model.modules():
             if hasattr(module, "do_not_compile"):
                 vars(module).update(do_not_compile=True)
 
 
+def _is_sharded(layer: Any) -> bool:
+    """Whether the factors of a layer's adapters are split over several processes."""
+    return bool(layer.lora_config.fully_sharded_loras and layer.tp_size > 1)
+
+
 def _can_merge(layer: Any) -> bool:
-    return (
-        type(layer.base_layer) in _PLAIN
-        and type(layer.base_layer.quant_method) is UnquantizedLinearMethod
-        # Not so if the adapter's factors are sharded.
-        and sum(each.shape[2] for each in layer.lora_b_stacked) == sum(layer.output_slices)
-        and all(each.shape[3] == layer.input_size for each in layer.lora_a_stacked)
-    )
+    base = layer.base_layer
+    return type(base) in _PLAIN and type(base.quant_method) is UnquantizedLinearMethod
 
 
-def _num_merged_bytes(layers: Any, dtype: torch.dtype) -> int:
-    return (
-        sum(
-            layer.lora_a_stacked[0].shape[0] * layer.input_size * sum(layer.output_slices)
-            for layer in layers
-            if isinstance(layer, BaseLinearLayerWithLoRA) and _can_merge(layer)
-        )
-        * dtype.itemsize
+def _num_merged_bytes(layers: Iterable[Any]) -> int:
+    """Return the size of all copies, if each place has an adapter."""
+    return sum(
+        layer.lora_config.max_loras
+        * layer.input_size
+        * sum(layer.output_slices)
+        * layer.base_layer.params_dtype.itemsize
+        for layer in layers
+        if isinstance(layer, BaseLinearLayerWithLoRA) and _can_merge(layer)
     )
 
 
 def _adapted_layer(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
-    layer: AdaptedLayer = get_forward_context().no_compile_layers[name]
-    return layer.run(x, bias)
+    return _layers[name].run(x, bias)
 
 
 def _adapted_layer_shape(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
-    layer: AdaptedLayer = get_forward_context().no_compile_layers[name]
-    rows = x.shape[:-1] if isinstance(layer, AdaptedLinear) else x.shape
-    return torch.empty((*rows, layer.num_outputs), dtype=layer.dtype)
+    return _layers[name].shaped(x)
 
 
 direct_register_custom_op("apar_adapted_layer", _adapted_layer, fake_impl=_adapted_layer_shape)

@@ -152,11 +152,12 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
 def _compile_with_adapters(vllm_config: VllmConfig) -> None:
     """Compile a model with adapters on CPUs as one without.
 
-    vLLM chooses PyTorch's operators for the compiler, and then does not compile: what a layer with
-    adapters computes differs between steps. Our worker hides that from the compiler.
+    vLLM prepares the compiler, and then does not compile: what a layer with adapters computes
+    differs between steps. Our worker hides that from the compiler.
     """
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
-    if vllm_config.lora_config is not None and "none" in compilation.custom_ops:
+    is_prepared = "cpp.dynamic_threads" in compilation.inductor_compile_config
+    if vllm_config.lora_config is not None and is_prepared:
         compilation.mode = CompilationMode.DYNAMO_TRACE_ONCE

@@ -135,8 +135,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
         and vllm_config.compilation_config.mode == CompilationMode.NONE
     ):
         raise EngineError(
-            f"pipeline_parallel_size={num_stages}: without compilation (enforce_eager, LoRA "
-            "adapters), vLLM's pipeline stages on a CPU fail at the first request"
+            f"pipeline_parallel_size={num_stages}: without compilation (enforce_eager), vLLM's "
+            "pipeline stages on a CPU fail at the first request"
         )
 
 

@@ -5,17 +5,24 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from vllm.lora.layers import LoRAMapping
 
+from apar_core.engine import cpu_adapted_layers
 from apar_core.engine.cpu_adapted_layers import AdaptedLinear
 from apar_core.engine.cpu_adapters import CPUAdapters
 from apar_core.vllm_names import UnquantizedLinearMethod
 
 PLACES, RANK, INPUTS, SLICES = 2, 4, 48, (24, 8)
 OUTPUTS = sum(SLICES)
+
+
+@pytest.fixture(autouse=True)
+def merged_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of an adapter adds it, the next ones are merged."""
+    monkeypatch.setattr(cpu_adapted_layers, "STEPS_BEFORE_MERGING", 1)
 
 
 class Layer:
@@ -33,6 +40,7 @@ class Layer:
         self.base_layer: Any = SimpleNamespace(
             weight=nn.Parameter(self.weight_OD.clone(), requires_grad=False),
             quant_method=UnquantizedLinearMethod(),
+            params_dtype=torch.float32,
         )
         self.base_layer.quant_method.process_weights_after_loading(self.base_layer)
         self.lora_a_stacked = tuple(random(PLACES, 1, RANK, INPUTS) for _ in SLICES)
@@ -74,17 +82,18 @@ STEPS = st.lists(
         st.builds(lambda each, n: [each] * n, st.integers(0, PLACES), st.integers(1, 9)),
     ),
     min_size=1,
-    max_size=4,
+    max_size=6,
 )
 
 
 @pytest.mark.parametrize("merges", [True, False])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, seed=st.integers(0, 2**16))
 def test_each_row_is_changed_by_its_own_adapter_only(
     merges: bool, steps: list[list[int]], seed: int
 ) -> None:
     layer = Layer(seed)
-    adapted = AdaptedLinear(layer, "layer", dtype=torch.float32, merges=merges)
+    adapted = AdaptedLinear(layer, merges=merges)
     generator = torch.Generator().manual_seed(seed)
     for adapter_ids in steps:
         x_ND = torch.randn((len(adapter_ids), INPUTS), generator=generator)
@@ -98,10 +107,11 @@ def test_each_row_is_changed_by_its_own_adapter_only(
 
 def test_another_adapter_in_its_place_is_merged_anew() -> None:
     layer = Layer(0)
-    adapted = AdaptedLinear(layer, "layer", dtype=torch.float32, merges=True)
+    adapted = AdaptedLinear(layer, merges=True)
     x_ND, bias_O = torch.ones(3, INPUTS), torch.zeros(OUTPUTS)
     layer.step([1, 1, 1])
-    before = adapted(x_ND, bias_O)
+    added, before = adapted(x_ND, bias_O), adapted(x_ND, bias_O)
+    torch.testing.assert_close(before, added, atol=1e-4, rtol=1e-4)
 
     adapted.reset(0)
     for stacked, values in (
@@ -111,6 +121,7 @@ def test_another_adapter_in_its_place_is_merged_anew() -> None:
         for each, other in zip(stacked, values, strict=True):
             each[0] = other[0]
 
+    adapted(x_ND, bias_O)
     after = adapted(x_ND, bias_O)
     torch.testing.assert_close(after, layer.expected(x_ND, bias_O, [1, 1, 1]), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(before, after)
@@ -120,12 +131,14 @@ def test_a_base_weight_is_read_back_to_the_bit() -> None:
     layer = Layer(0)
     weight_OD = layer.weight_OD.bfloat16()
     layer.base_layer.weight = nn.Parameter(weight_OD.clone(), requires_grad=False)
+    layer.base_layer.params_dtype = torch.bfloat16
     layer.base_layer.quant_method.process_weights_after_loading(layer.base_layer)
     for each in layer.lora_b_stacked:
         each.zero_()
     layer.step([1])
-    adapted = AdaptedLinear(layer, "layer", dtype=torch.bfloat16, merges=True)
+    adapted = AdaptedLinear(layer, merges=True)
     x_ND = torch.randn(5, INPUTS).bfloat16()
+    adapted(x_ND)
 
     merged = adapted(x_ND)
 
