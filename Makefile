@@ -27,6 +27,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed-$(DEVICE)
 SERVE_VENV := $(VENV_$(SERVE_ON))
 SERVE_INSTALLED := $(SERVE_VENV)/installed-$(SERVE_ON)
+# Once, even if there was no network.
+SERVE_FETCHED := $(SERVE_VENV)/fetched
 TORCH := -r requirements/torch-cpu.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --no-deps
@@ -36,10 +38,13 @@ COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --univer
 help: ## Show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
 
-venv: $(SERVE_INSTALLED) ## Set up .venv, or .venv-gpu, with everything pinned (CPU: about 4 GB), and fetch smollm2-135m
-	$(SERVE_VENV)/bin/apar fetch || echo "Set up without smollm2-135m. To fetch it later: $(SERVE_VENV)/bin/apar fetch" >&2
+venv: $(SERVE_FETCHED) ## Set up .venv, or .venv-gpu, with everything pinned (CPU: about 4 GB), and fetch apar-smollm2
 
-serve: $(SERVE_INSTALLED) ## Serve the embedded model on http://127.0.0.1:8000/v1
+$(SERVE_FETCHED): $(SERVE_INSTALLED)
+	$(SERVE_VENV)/bin/apar fetch || echo "Set up without apar-smollm2. To fetch it later: $(SERVE_VENV)/bin/apar fetch" >&2
+	touch $@
+
+serve: $(SERVE_FETCHED) ## Serve apar-smollm2 on http://127.0.0.1:8000/v1, or the embedded model if it was not fetched
 	$(SERVE_VENV)/bin/apar serve
 
 test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (10 minutes on 2 cores)

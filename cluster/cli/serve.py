@@ -27,10 +27,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from apar_core.errors import AparError
+from apar_core.models.smollm2 import APAR_SMOLLM2
 from cluster.cli.options import MODEL_HELP, Duration, duration_option
 from cluster.cli.terminal import clear_errors, fail
 from cluster.config import ClusterConfig, ConfigError, StartError, load_config
-from cluster.config.model import DEFAULT_MODEL
+from cluster.config.model import DEFAULT_MODEL, served_by_default
 from cluster.durations import format_duration
 from cluster.local_ray import (
     NAMESPACE,
@@ -58,7 +59,14 @@ Load = Callable[[], ClusterConfig]
 
 
 def serve(
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP, show_default=DEFAULT_MODEL)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=MODEL_HELP,
+            show_default=f"the file's; without a file {APAR_SMOLLM2.name} if it is fetched, else "
+            f"{DEFAULT_MODEL}",
+        ),
+    ] = None,
     port: Annotated[
         int | None,
         typer.Option(min=1, max=65535, help="Port to listen on.", show_default="8000"),
@@ -102,7 +110,8 @@ def serve(
     """Serve one model, or those of a file, with an OpenAI-compatible HTTP API.
 
     Starts a private Ray cluster, a gateway and the models' replicas, and prints the address when
-    they are ready. Ctrl-C stops everything. [bold]apar config schema[/bold] describes the file.
+    they are ready. Ctrl-C stops everything. Without a model it serves a small real one, or the
+    embedded one before [bold]apar fetch[/bold]. [bold]apar config schema[/bold] describes the file.
     Examples:
 
     [bold]apar serve --model ./my-checkpoint --replicas 2[/bold]
@@ -115,6 +124,8 @@ def serve(
         "ray_address": ray_address,
         "allow_anonymous": allow_anonymous or None,
     }
+    if model is None and config is None:
+        model = served_by_default()
     model_overrides = {
         "checkpoint": model,
         "replicas": replicas,

@@ -21,7 +21,7 @@ from pydantic import (
 
 from apar_core.checkpoint_folder import adapter_in
 from apar_core.formats.resolved_format import FormatSetting
-from apar_core.models.smollm2 import SMOLLM2, CachedModel
+from apar_core.models.smollm2 import APAR_SMOLLM2, SMOLLM2, CachedModel
 from cluster.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
 from cluster.config.checkpoint_files import (
     check_adapter_folder,
@@ -112,11 +112,16 @@ def _embedded(folder: str) -> Preset:
     )
 
 
+def _smollm2(model: CachedModel) -> Preset:
+    # 23 kB of KV cache a token.
+    return Preset(model, max_concurrency=64, kv_cache_gib=1.0, is_small=True)
+
+
 PRESETS = {
     "apar-tiny": _embedded("apar_tiny"),
     "apar-tiny-threadweaver": _embedded("apar_tiny_threadweaver"),
-    # 23 kB of KV cache a token.
-    SMOLLM2.name: Preset(SMOLLM2, max_concurrency=64, kv_cache_gib=1.0, is_small=True),
+    APAR_SMOLLM2.name: _smollm2(APAR_SMOLLM2),
+    SMOLLM2.name: _smollm2(SMOLLM2),
     "apar-7b": Preset("THUDM/apar-7b", max_concurrency=350, engine=_VICUNA),
     "apar-13b": Preset("THUDM/apar-13b", max_concurrency=180, engine=_VICUNA),
 }
@@ -140,6 +145,11 @@ def preset_of(name: str) -> Preset:
     """Return the named preset, or a default one for a folder or Hugging Face name."""
     path = str(Path(name).expanduser()) if name.startswith("~") else name
     return PRESETS.get(name) or Preset(path, DEFAULT_MAX_CONCURRENCY)
+
+
+def served_by_default() -> str:
+    """Return what `apar serve` serves if nothing is named: a real model, once it is fetched."""
+    return APAR_SMOLLM2.name if APAR_SMOLLM2.folder.is_dir() else DEFAULT_MODEL
 
 
 def model_path(name: str) -> str:

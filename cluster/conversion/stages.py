@@ -120,7 +120,9 @@ def planned_stages(
     evaluated = (
         *("evaluate", "forks", "--model", str(out / MODEL), "--base", model),
         *("--prompts", str(out / DATA / "held_out.jsonl"), "--answers", str(settings.evaluated)),
-        *("--max-tokens", str(settings.max_tokens), *seed, "--out", str(out / EVALUATION)),
+        # As the answers were written: greedy ones of the base model are those that it likes best.
+        *("--temperature", "0.7", "--max-tokens", str(settings.max_tokens), *seed),
+        *("--out", str(out / EVALUATION)),
     )
     launcher = (
         ("accelerate", "launch", "--multi_gpu", "--num_processes", str(num_gpus), "--no_python")

@@ -53,9 +53,11 @@ def test_an_environment_is_set_up_also_where_the_model_cannot_be_fetched(tmp_pat
     status, said = commands_of(tmp_path, "exit 9", "venv", "DEVICE=cpu")
 
     assert status == 0, said
-    command, _, otherwise = said.splitlines()[-1].partition(" || ")
+    *_, fetched, once = said.splitlines()
+    command, _, otherwise = fetched.partition(" || ")
     assert command == ".venv/bin/apar fetch"
-    assert otherwise.startswith('echo "Set up without smollm2-135m. To fetch it later: ')
+    assert otherwise.startswith('echo "Set up without apar-smollm2. To fetch it later: ')
+    assert once == "touch .venv/fetched"
 
 
 def test_checks_run_in_the_cpu_environment_also_beside_a_driver(tmp_path: Path) -> None:

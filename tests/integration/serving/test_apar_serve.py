@@ -71,7 +71,8 @@ def test_the_default_model_is_served_until_ctrl_c_stops_everything(tmp_path: Pat
 @pytest.mark.slow
 def test_sigterm_while_starting_stops_everything(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with apar_serve("--port", str(free_port()), log=log) as process:
+    tiny = ("--model", "apar-tiny")
+    with apar_serve(*tiny, "--port", str(free_port()), log=log) as process:
         wait_for(log, "Starting apar-tiny", process)
         while not [pid for pid in session_members(process.pid) if is_replica(pid)]:
             assert process.poll() is None

