@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from apar_core.models.smollm2 import APAR_SMOLLM2
 from tests.fakes.quick_start import ROOT, blocks, commands, program
 
 NOT_RUN = {
@@ -25,7 +26,7 @@ NOT_RUN = {
 }
 RUN = [line for line in commands() if not line.startswith(tuple(NOT_RUN))]
 # Each of these starts an engine; `make test-slow` runs the others.
-FAST = next(line for line in RUN if " generate " in line)
+FAST = next(line for line in RUN if " generate " in line and "smollm2" not in line)
 PROGRAMS = ("from vllm import LLM", "from openai import OpenAI")
 
 
@@ -50,6 +51,8 @@ def test_a_make_target_exists(line: str) -> None:
 def test_a_command_of_the_quick_start_succeeds(line: str) -> None:
     apar, *arguments = shlex.split(line)
     assert apar.endswith("apar")
+    if "apar-smollm2" in line and not APAR_SMOLLM2.folder.is_dir():
+        pytest.skip("`apar fetch` was not run")
 
     answer = subprocess.run(
         [Path(sys.executable).with_name("apar"), *arguments],

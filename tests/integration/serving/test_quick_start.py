@@ -14,8 +14,12 @@ from tests.integration.serving.apar_process import REQUEST_S, TOKEN, Server
 
 pytestmark = pytest.mark.cluster
 ADDRESS = "http://127.0.0.1:8000"
-# The last one asks an APAR checkpoint in another server.
-REQUESTS = [line for line in commands() if line.startswith("curl ") and "apar-tiny" in line]
+# The shared server serves the embedded model.
+REQUESTS = [
+    line.replace("apar-smollm2", "apar-tiny")
+    for line in commands()
+    if line.startswith("curl ") and "apar-smollm2" in line
+]
 
 
 def assert_list(text: str) -> None:
@@ -63,7 +67,9 @@ def test_the_openai_client_streams_the_answer(server: Server, tmp_path: Path) ->
     assert 'api_key="none"' in text
     script = tmp_path / "program.py"
     script.write_text(
-        text.replace(ADDRESS, server.url).replace('api_key="none"', f'api_key="{TOKEN}"')
+        text.replace(ADDRESS, server.url)
+        .replace("apar-smollm2", "apar-tiny")
+        .replace('api_key="none"', f'api_key="{TOKEN}"')
     )
 
     answer = subprocess.run(
