@@ -14,12 +14,15 @@ from tests.integration.serving.apar_process import REQUEST_S, TOKEN, Server
 
 pytestmark = pytest.mark.cluster
 ADDRESS = "http://127.0.0.1:8000"
-# The shared server serves the embedded model.
-REQUESTS = [
-    line.replace("apar-smollm2", "apar-tiny")
-    for line in commands()
-    if line.startswith("curl ") and "apar-smollm2" in line
-]
+REQUESTS = [line for line in commands() if line.startswith("curl ") and "apar-smollm2" in line]
+
+
+def for_the_embedded_model(text: str) -> str:
+    """A command or program with the model of the shared server, and a question that it knows."""
+    question = "What are 5 ways to stay motivated while studying?"
+    assert question in text
+    known = text.replace(question, "Give me 5 tips for learning guitar.")
+    return known.replace("apar-smollm2", "apar-tiny")
 
 
 def assert_list(text: str) -> None:
@@ -35,7 +38,9 @@ def test_every_request_of_the_quick_start_is_sent() -> None:
 
 @pytest.mark.parametrize("line", REQUESTS)
 def test_a_request_with_curl_is_answered(server: Server, line: str) -> None:
-    command = f"{line} -H 'Authorization: Bearer {TOKEN}'".replace(ADDRESS, server.url)
+    command = f"{for_the_embedded_model(line)} -H 'Authorization: Bearer {TOKEN}'".replace(
+        ADDRESS, server.url
+    )
 
     answer = subprocess.run(
         command, shell=True, capture_output=True, timeout=REQUEST_S, check=True
@@ -67,8 +72,8 @@ def test_the_openai_client_streams_the_answer(server: Server, tmp_path: Path) ->
     assert 'api_key="none"' in text
     script = tmp_path / "program.py"
     script.write_text(
-        text.replace(ADDRESS, server.url)
-        .replace("apar-smollm2", "apar-tiny")
+        for_the_embedded_model(text)
+        .replace(ADDRESS, server.url)
         .replace('api_key="none"', f'api_key="{TOKEN}"')
     )
 
