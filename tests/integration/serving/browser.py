@@ -26,6 +26,25 @@ const own = (node) => [...node.childNodes].reduce((sum, child) => sum + (
   requestAnimationFrame(watch);
 }})();
 """
+# A slow network, whatever the speed of the engine and of the browser: each event of a stream takes
+# 30 ms and a frame.
+SLOW = """
+const fetchFast = window.fetch;
+window.fetch = async (...request) => {
+  const response = await fetchFast(...request);
+  if (!response.headers.get('content-type')?.startsWith('text/event-stream')) return response;
+  const slow = new TransformStream({
+    async transform(text, controller) {
+      for (const event of text.split(/(?<=\\n\\n)/)) {
+        controller.enqueue(event);
+        await new Promise((go) => setTimeout(() => requestAnimationFrame(go), 30));
+      }
+    },
+  });
+  const text = response.body.pipeThrough(new TextDecoderStream()).pipeThrough(slow);
+  return new Response(text.pipeThrough(new TextEncoderStream()), response);
+};
+"""
 
 
 @contextmanager
@@ -62,6 +81,10 @@ class WebPage:
         self.page.press("#key", "Enter")
         self.page.wait_for_selector("#model:enabled")
         self.page.locator("#temperature").evaluate("input => { input.value = 0 }")
+
+    def slow_down(self) -> None:
+        """Let this context's pages receive one event after the other, to see how cards grow."""
+        self.page.context.add_init_script(SLOW)
 
     def ask(self, prompt: str) -> None:
         """Send a question with the keyboard."""

@@ -82,6 +82,7 @@ def replays(page: WebPage, lead: str, detail: str) -> None:
 
 
 def test_details_grow_side_by_side_into_the_text_of_the_api(page: WebPage, server: Server) -> None:
+    page.slow_down()
     page.open()
     page.ask(GUITAR)
     page.wait()
@@ -289,6 +290,7 @@ def test_it_is_accessible_and_fits(
 
 
 def test_sections_and_their_points_grow_at_once(page: WebPage, server: Server) -> None:
+    page.slow_down()
     page.open()
     page.ask(GUIDES[0])
     page.wait()
@@ -322,6 +324,7 @@ def test_threads_that_are_joined_stand_between_the_texts_of_their_parent(
     browser: Browser, joining: Server
 ) -> None:
     with web_page(browser, joining) as page:
+        page.slow_down()
         page.open()
         page.page.select_option("#model", JOINING)
         page.ask(GUITAR)
