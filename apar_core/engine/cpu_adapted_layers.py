@@ -9,8 +9,9 @@ mix both add products to it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -37,9 +38,11 @@ from apar_core.vllm_names import (
 MOST_MERGED_BYTES = 1 << 30
 """Size of all merged copies up to which a model has them."""
 STEPS_BEFORE_MERGING = 32
-"""Steps for which an adapter is added, not merged: those that merging takes, so that adapters that
-come and go cost at most twice as much."""
+"""Steps for which an adapter is used before it is merged. Merging takes about as long as these, so
+it does not pay for an adapter that is soon replaced by another."""
 
+# Behind the part of a model that vLLM compiles.
+_UNCOMPILED = (LogitsProcessorWithLoRA, ClassificationHeadWithLoRA)
 _PLAIN = (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -53,15 +56,14 @@ _layers: WeakValueDictionary[str, AdaptedLayer] = WeakValueDictionary()
 _numbers = count()
 
 
-class AdaptedLayer:
+class AdaptedLayer(ABC):
     """What a layer with adapters computes; the compiler sees one operation.
 
     Which adapters a step has is known only when it runs, and vLLM compiles a model once, for all
     steps. That is why it does not compile models with adapters on CPUs.
     """
 
-    def __init__(self, layer: Any, num_outputs: int) -> None:
-        self.num_outputs = num_outputs
+    def __init__(self, layer: Any) -> None:
         self._layer = layer
         # The same in each process that builds the same model, for the compiler's cache.
         self._name = f"adapted-{next(_numbers)}"
@@ -73,36 +75,37 @@ class AdaptedLayer:
             return outputs
         return self.run(x, bias)
 
+    @abstractmethod
     def run(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the layer's outputs for the rows of this step."""
-        raise NotImplementedError
 
-    def shaped(self, x: Tensor) -> Tensor:
-        """Return a tensor that is like the outputs, but for its values."""
-        raise NotImplementedError
+    @abstractmethod
+    def empty_outputs(self, x: Tensor) -> Tensor:
+        """Return an uninitialized tensor of the outputs' shape and type, for the compiler."""
 
 
 class AdaptedEmbedding(AdaptedLayer):
     """Embeddings of tokens [N] with adapters: [N, D]."""
 
     def __init__(self, layer: Any) -> None:
-        super().__init__(layer, layer.base_layer.embedding_dim)
+        super().__init__(layer)
         self._forward: Callable[[Tensor], Tensor] = layer.forward
 
     def run(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return what vLLM's layer returns."""
         return self._forward(x)
 
-    def shaped(self, x: Tensor) -> Tensor:
-        """Return a tensor that is like the embeddings of `x`, but for its values."""
-        return torch.empty((*x.shape, self.num_outputs), dtype=self._layer.weight.dtype)
+    def empty_outputs(self, x: Tensor) -> Tensor:
+        """Return an uninitialized tensor for the embeddings of `x`."""
+        base = self._layer.base_layer
+        return torch.empty((*x.shape, base.embedding_dim), dtype=base.weight.dtype)
 
 
 class AdaptedLinear(AdaptedLayer):
     """A linear layer with adapters, [N, D] to [N, O], with merged copies if `merges`."""
 
     def __init__(self, layer: Any, *, merges: bool) -> None:
-        super().__init__(layer, sum(layer.output_slices))
+        super().__init__(layer)
         self._merges = merges
         self._apply: Callable[[Tensor, Tensor | None], Tensor] = layer.apply
         self._method: Any = layer.base_layer.quant_method
@@ -119,9 +122,9 @@ class AdaptedLinear(AdaptedLayer):
         outputs: Tensor = self._method.apply(weights, x, bias)
         return outputs
 
-    def shaped(self, x: Tensor) -> Tensor:
-        """Return a tensor that is like the outputs for `x`, but for its values."""
-        return x.new_empty((*x.shape[:-1], self.num_outputs))
+    def empty_outputs(self, x: Tensor) -> Tensor:
+        """Return an uninitialized tensor for the outputs of `x`."""
+        return x.new_empty((*x.shape[:-1], sum(self._layer.output_slices)))
 
     def reset(self, index: int) -> None:
         """Remove the adapter at a place, as vLLM does before it sets another."""
@@ -136,10 +139,12 @@ class AdaptedLinear(AdaptedLayer):
             return self._layer.base_layer
         if (place := kernels.place_of_all_tokens) is None:
             return None
-        self._num_steps[place] += 1
-        if place not in self._merged and self._num_steps[place] > STEPS_BEFORE_MERGING:
+        if place not in self._merged:
+            self._num_steps[place] += 1
+            if self._num_steps[place] <= STEPS_BEFORE_MERGING:
+                return None
             self._merged[place] = self._merge(place)
-        return self._merged.get(place)
+        return self._merged[place]
 
     def _merge(self, place: int) -> nn.Module:
         layer = self._layer
@@ -170,21 +175,26 @@ def adapt_layers(model: nn.Module) -> None:
 
     A model that has other layers with adapters than linear ones and embeddings is not compiled.
     """
-    layers: list[Any] = [each for each in model.modules() if isinstance(each, BaseLayerWithLoRA)]
-    merges = _num_merged_bytes(layers) <= MOST_MERGED_BYTES
-    compiles = True
-    for layer in layers:
-        if isinstance(layer, (LogitsProcessorWithLoRA, ClassificationHeadWithLoRA)):
-            # Behind the part of a model that vLLM compiles.
-            continue
-        if isinstance(layer, BaseLinearLayerWithLoRA) and not _is_sharded(layer):
-            linear = AdaptedLinear(layer, merges=merges and _can_merge(layer))
-            vars(layer).update(apply=linear, reset_lora=linear.reset)
-        elif isinstance(layer, VocabParallelEmbeddingWithLoRA):
-            vars(layer).update(forward=AdaptedEmbedding(layer))
-        else:
-            compiles = False
-    if not compiles:
+    layers: list[Any] = [
+        each
+        for each in model.modules()
+        if isinstance(each, BaseLayerWithLoRA) and not isinstance(each, _UNCOMPILED)
+    ]
+    linear: list[Any] = [
+        each
+        for each in layers
+        if isinstance(each, BaseLinearLayerWithLoRA) and not _is_sharded(each)
+    ]
+    embeddings: list[Any] = [
+        each for each in layers if isinstance(each, VocabParallelEmbeddingWithLoRA)
+    ]
+    merges = sum(map(_merged_bytes, filter(_can_merge, linear))) <= MOST_MERGED_BYTES
+    for layer in linear:
+        adapted = AdaptedLinear(layer, merges=merges and _can_merge(layer))
+        vars(layer).update(apply=adapted, reset_lora=adapted.reset)
+    for layer in embeddings:
+        vars(layer).update(forward=AdaptedEmbedding(layer))
+    if len(linear) + len(embeddings) < len(layers):
         for module in model.modules():
             if hasattr(module, "do_not_compile"):
                 vars(module).update(do_not_compile=True)
@@ -200,16 +210,11 @@ def _can_merge(layer: Any) -> bool:
     return type(base) in _PLAIN and type(base.quant_method) is UnquantizedLinearMethod
 
 
-def _num_merged_bytes(layers: Iterable[Any]) -> int:
-    """Return the size of all copies, if each place has an adapter."""
-    return sum(
-        layer.lora_config.max_loras
-        * layer.input_size
-        * sum(layer.output_slices)
-        * layer.base_layer.params_dtype.itemsize
-        for layer in layers
-        if isinstance(layer, BaseLinearLayerWithLoRA) and _can_merge(layer)
-    )
+def _merged_bytes(layer: Any) -> int:
+    """Return the size of a layer's copies, if each place has an adapter."""
+    num_weights = layer.input_size * sum(layer.output_slices)
+    size: int = layer.lora_config.max_loras * num_weights * layer.base_layer.params_dtype.itemsize
+    return size
 
 
 def _adapted_layer(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
@@ -217,7 +222,7 @@ def _adapted_layer(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
 
 
 def _adapted_layer_shape(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
-    return _layers[name].shaped(x)
+    return _layers[name].empty_outputs(x)
 
 
 direct_register_custom_op("apar_adapted_layer", _adapted_layer, fake_impl=_adapted_layer_shape)

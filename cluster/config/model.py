@@ -64,7 +64,7 @@ class Preset:
     """A model known by name: its checkpoint and the settings that suit it.
 
     `cpu_threads` is None for an equal share of the cores. `is_small`: takes float32 on CPUs that
-    are slow with bfloat16, and little KV cache for a single answer.
+    are slow with bfloat16, little KV cache for a single answer, and is not compiled on CPUs.
 
     Source of the large models' concurrency limits: APAR (arXiv 2401.06761), section 4.3.
     """

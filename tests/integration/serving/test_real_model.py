@@ -64,7 +64,7 @@ def test_questions_that_nobody_prepared_are_answered(client: openai.OpenAI) -> N
     shown = "\n\n".join(f"{n} threads: {text}" for n, text in zip(threads, texts, strict=True))
     assert all(text.strip() for text in texts), shown
     assert not any("[Fork]" in text or "[Child]" in text for text in texts), shown
-    # What it forks depends on the model (docs/limits.md); that it forks at all, on everything.
+    # Which lists fork is a property of the model (docs/limits.md).
     assert any(each > 2 for each in threads[: len(LISTS)]), shown
     forked = [each.apar for each in found if each.apar["threads"] > 2]
     assert all(each["decode_steps"] < each["sequential_steps"] for each in forked), shown
