@@ -322,6 +322,24 @@ def generate(
             "are generated without it."
         ),
     ] = None,
+    opened_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of the sampled questions that begin with an opening, such as 'Give me 5'.",
+            callback=finite,
+        ),
+    ] = 0.5,
+    openings: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file with an opening a line.",
+            exists=True,
+            dir_okay=False,
+            show_default="English ones; most ask for a list",
+        ),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(help="Base URL (with /v1) of a server that answers instead of --model."),
@@ -379,14 +397,19 @@ def generate(
     --model-name my-model --out out/chats[/bold]
     """
     # Importing transformers takes seconds, and `apar --help` must be fast.
-    from apar_core.offline.generation.generate import GenerationSettings, generate_chats
+    from apar_core.offline.generation.generate import (
+        OPENINGS_FILE,
+        GenerationSettings,
+        generate_chats,
+    )
 
     try:
         with clear_errors(), stage_progress(Rate()) as progress:
             endpoint = _endpoint(target, model_name, target_key_env, concurrency, retries)
             chosen = _generating_model(model, is_needed=prompts is None or endpoint is None)
-            if system is not None and prompts is not None:
-                raise DataError("--system steers sampled questions; --prompts gives other ones")
+            for name, given in (("--system", system), ("--openings", openings)):
+                if given is not None and prompts is not None:
+                    raise DataError(f"{name} steers sampled questions; --prompts gives other ones")
             wanted = DEFAULT_NUM_QUESTIONS if questions is None and prompts is None else questions
             configured = None if chosen is None else ModelConfig(checkpoint=chosen)
             template = None if configured is None else configured.preset.engine.get("chat_template")
@@ -397,6 +420,8 @@ def generate(
                 prompts=prompts,
                 num_questions=wanted,
                 system=system,
+                opened_share=opened_share,
+                openings=openings or OPENINGS_FILE,
                 question_temperature=question_temperature,
                 question_top_p=question_top_p,
                 temperature=temperature,

@@ -1,9 +1,11 @@
 """Questions and answers of a model itself, as training data (Magpie, arXiv 2406.08464).
 
 The model continues its chat template's text before a user's message, which gives a question, and
-answers it in a new chat. Everything generated is logged in `sampled.jsonl` and `answers.jsonl`.
-Filters read the logs in the order of the questions' numbers, and each number has seeds of its own.
-So the chats do not depend on interruptions, as far as the engine is deterministic.
+answers it in a new chat. A share of the questions begins with given words: models by themselves
+hardly ever ask short questions, such as "Give me 5 tips for gardening". Everything generated is
+logged in `sampled.jsonl` and `answers.jsonl`. Filters read the logs in the order of the questions'
+numbers, and each number has seeds of its own. So the chats do not depend on interruptions, as far
+as the engine is deterministic.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import hashlib
 import json
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -35,7 +38,7 @@ from apar_core.offline.evaluation.chat_endpoint import (
     run_all,
 )
 from apar_core.offline.generation.filters import SeenQuestions, answer_fault, question_fault
-from apar_core.offline.generation.prompt_file import Prompt, read_prompts
+from apar_core.offline.generation.prompt_file import Prompt, read_prompts, read_text_lines
 from apar_core.offline.training.chat_format import (
     chat_format,
     chat_token_ids,
@@ -51,6 +54,8 @@ QUESTIONS_FILE = "questions.jsonl"
 CHATS_FILE = "chats.jsonl"
 REPORT_FILE = "report.json"
 
+OPENINGS_FILE = Path(__file__).with_name("openings.txt")
+"""English words with which questions begin; most ask for a list."""
 MAX_QUESTION_TOKENS = 256
 """Longer texts are rarely questions."""
 MAX_PROMPT_TOKENS = 2048
@@ -80,6 +85,10 @@ class GenerationSettings(BaseModel):
     prompts: Path | None = Field(None, description="File of questions; sampled if None.")
     num_questions: PositiveInt | None = Field(3000, description="All of the file if None.")
     system: str | None = Field(None, description="System message before sampled questions only.")
+    opened_share: float = Field(
+        0.5, ge=0, le=1, description="Share of the sampled questions that begin with an opening."
+    )
+    openings: Path = Field(OPENINGS_FILE, description="Text file with an opening a line.")
     question_temperature: NonNegativeFloat = 1.0
     question_top_p: float = Field(0.95, gt=0, le=1)
     temperature: NonNegativeFloat = 0.7
@@ -184,8 +193,8 @@ def generate_chats(
     texts = _ModelTexts(settings)
     prompts = None if settings.prompts is None else read_prompts(settings.prompts)
     if prompts is None:
-        # Refuses unusable templates before the engine starts.
-        texts.header_ids()
+        # Refuses unusable templates and openings before the engine starts.
+        texts.check_headers()
     claimed = _claimed_settings(settings, endpoint)
     claim_folder(out, claimed)
     with ExitStack() as engines:
@@ -241,15 +250,28 @@ class _ModelTexts:
         self._settings = settings
         self.tokenizer = cache(lambda: load_tokenizer(self._model, settings.chat_template))
         self._turn = cache(lambda: user_turn(self.tokenizer(), settings.system))
+        self._openings = cache(lambda: _read_openings(settings.openings))
 
-    def header_ids(self) -> list[int]:
+    def check_headers(self) -> None:
+        """Raise DataError or TrainingError if questions cannot be sampled."""
+        for opening in ("", *(self._openings() if self._settings.opened_share else ())):
+            self.header_ids(opening)
+
+    def opening(self, index: int) -> str:
+        """Return the words that begin the question with this number, or none."""
+        draws = random.Random(_seed(self._settings.seed, "opening", index))
+        is_opened = draws.random() < self._settings.opened_share
+        return draws.choice(self._openings()) if is_opened else ""
+
+    def header_ids(self, opening: str = "") -> list[int]:
         """Return the tokens of the text that the model continues with a question."""
-        ids = self.tokenizer()(self._turn().header, add_special_tokens=False)["input_ids"]
+        text = self._turn().header + opening
+        ids = self.tokenizer()(text, add_special_tokens=False)["input_ids"]
         room = self.context_length - MAX_QUESTION_TOKENS
         if len(ids) > room:
             raise DataError(
                 f"the text before a question has {len(ids)} tokens, and {room} fit into the "
-                "context: shorten --system"
+                "context: shorten --system or the openings"
             )
         return list(ids)
 
@@ -268,7 +290,8 @@ class _ModelTexts:
 
     def questions(self, engine: TextEngine, indices: Sequence[int]) -> Iterator[LogLine]:
         """Sample the questions with these numbers, and yield them as they finish."""
-        settings, turn, header_ids = self._settings, self._turn(), self.header_ids()
+        settings, turn = self._settings, self._turn()
+        openings = {index: self.opening(index) for index in indices}
         sampling = {
             "temperature": settings.question_temperature,
             "top_p": settings.question_top_p,
@@ -279,12 +302,14 @@ class _ModelTexts:
             "skip_special_tokens": False,
             "extra_args": {"apar_enabled": False},
         }
-        yield from _log_lines(
+        lines = _log_lines(
             engine,
             indices,
-            [{"prompt_token_ids": header_ids}] * len(indices),
+            [{"prompt_token_ids": self.header_ids(opening)} for opening in openings.values()],
             [sampling | {"seed": _seed(settings.seed, "question", index)} for index in indices],
         )
+        for line in lines:
+            yield line.model_copy(update={"text": openings[line.index] + line.text})
 
     def answers(self, engine: TextEngine, questions: Sequence[KeptQuestion]) -> Iterator[LogLine]:
         """Answer the questions, and yield the answers as they finish."""
@@ -313,6 +338,13 @@ class _ModelTexts:
         each = [sampling | {"seed": _seed(settings.seed, "answer", index)} for index in indices]
         for line in _log_lines(engine, indices, prompts, each):
             yield line.model_copy(update={"text": opening + line.text}) if opening else line
+
+
+def _read_openings(path: Path) -> list[str]:
+    openings = read_text_lines(path)
+    if not openings:
+        raise DataError(f"{path} contains no openings")
+    return openings
 
 
 def _log_lines(
@@ -500,12 +532,14 @@ def _claimed_settings(
     settings: GenerationSettings, endpoint: EndpointSettings | None
 ) -> dict[str, str]:
     """Return what a continued run must have in common with its start."""
-    chosen = settings.model_dump(exclude={"num_questions", "model"})
+    chosen = settings.model_dump(exclude={"num_questions", "model", "openings"})
     prompts = settings.prompts
     if prompts is not None:
         chosen["prompts"] = f"{prompts.name} with SHA-256 {_sha256(prompts)}"
     if settings.chat_template is not None:
         chosen["chat_template"] = _sha256(settings.chat_template)
+    if settings.opened_share:
+        chosen["openings"] = _sha256(settings.openings)
     chosen["weights"] = None if settings.model is None else _fingerprint(settings.model)
     chosen["endpoint"] = None if endpoint is None else f"{endpoint.model} at {endpoint.url}"
     # All names, so that an option that is no longer given is noticed too.

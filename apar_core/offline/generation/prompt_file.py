@@ -29,10 +29,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     of another model. A .txt file has one question per line. Raises DataError for an item without
     a question, and for a file without items.
     """
+    prompts: list[Prompt] = []
     if path.suffix == ".txt":
-        prompts = _text_lines(path)
+        prompts += [(ChatMessage("user", line),) for line in read_text_lines(path)]
     else:
-        prompts = []
         for item in read_items(path, lambda _num_bytes: None):
             if item.text is None:
                 raise DataError(f"{item.place}: damaged array: {item.failure}")
@@ -45,14 +45,15 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _text_lines(path: Path) -> list[Prompt]:
+def read_text_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that are not blank. Raises DataError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error.reason}") from error
-    return [(ChatMessage("user", line.strip()),) for line in text.split("\n") if line.strip()]
+    return [line.strip() for line in text.split("\n") if line.strip()]
 
 
 def _prompt_of_item(item: Any) -> Prompt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,8 @@ class NoProgress:
 
 
 def chosen(**overrides: Any) -> GenerationSettings:
-    values = {"model": MODEL, "model_name": "tiny", "num_questions": 8, **overrides}
+    values = {"model": MODEL, "model_name": "tiny", "num_questions": 8, "opened_share": 0}
+    values |= overrides
     return GenerationSettings(**values)
 
 
@@ -138,6 +140,39 @@ def test_the_model_continues_its_user_header_and_then_answers_each_question(tmp_
     ]
     assert len({each["seed"] for each in engine.sampling}) == len(engine.sampling)
     assert not engine.is_running
+
+
+def test_a_share_of_the_questions_begins_with_openings(tmp_path: Path) -> None:
+    openings = tmp_path / "openings.txt"
+    openings.write_text("Give me 5\n\nHow do I\n")
+    engine = ScriptedEngine(ask=lambda seed: Text(f" {seed} of them, and why?"))
+    generate(tmp_path / "out", engine, num_questions=40, opened_share=1 / 2, openings=openings)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+    sampled = [line["text"] for line in lines(tmp_path / "out" / "sampled.jsonl")]
+    num_opened = Counter(
+        opening
+        for text in sampled
+        for opening in ("Give me 5 ", "How do I ")
+        if text.startswith(opening)
+    )
+    assert set(num_opened) == {"Give me 5 ", "How do I "}
+    assert len(sampled) / 4 < num_opened.total() < len(sampled) * 3 / 4
+    headers = {tokenizer.decode(prompt) for prompt in engine.prompts[: len(sampled)]}
+    assert headers == {f"<bos><|user|>{opening}" for opening in ("", "Give me 5", "How do I")}
+    questions = [each.turns[0] for each in read_question_file(tmp_path / "out" / "questions.jsonl")]
+    assert any(each.startswith("Give me 5 ") for each in questions)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(" \n", "contains no openings"), ("word " * 3000, "shorten --system or the openings")],
+)
+def test_unusable_openings_are_refused(tmp_path: Path, content: str, said: str) -> None:
+    openings = tmp_path / "openings.txt"
+    openings.write_text(content)
+    with pytest.raises(DataError, match=said):
+        generate(tmp_path / "out", opened_share=1, openings=openings)
 
 
 @given(
