@@ -27,9 +27,11 @@ from cluster.cli.options import (
     RESUMABLE,
     Concurrency,
     ModelName,
+    PointsWithoutColon,
     Retries,
     Seed,
     TargetKeyEnv,
+    UnorderedLists,
     finite,
     out_option,
 )
@@ -121,12 +123,8 @@ def prepare(
             dir_okay=False,
         ),
     ] = None,
-    unordered_lists: Annotated[
-        bool,
-        typer.Option(
-            "--unordered-lists", help="Also fork at bullet points and headings; the paper does not."
-        ),
-    ] = False,
+    unordered_lists: UnorderedLists = False,
+    points_without_colon: PointsWithoutColon = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first item that cannot be used.")
     ] = False,
@@ -154,7 +152,9 @@ def prepare(
         seed=seed,
         strict=strict,
         overwrite=overwrite,
-        rules=StructureRules(unordered_lists=unordered_lists),
+        rules=StructureRules(
+            unordered_lists=unordered_lists, points_without_colon=points_without_colon
+        ),
         questions=tuple(question_file or ()),
     )
     try:

@@ -25,11 +25,13 @@ from cluster.cli.options import (
     Model,
     ModelName,
     PassTimes,
+    PointsWithoutColon,
     Prompts,
     PromptTokens,
     Retries,
     Seed,
     TargetKeyEnv,
+    UnorderedLists,
     finite,
     list_option,
     out_option,
@@ -185,6 +187,8 @@ def forks(
             min=0.0, help="Sampling temperature of the answers; 0 is greedy.", callback=finite
         ),
     ] = 0.0,
+    unordered_lists: UnorderedLists = False,
+    points_without_colon: PointsWithoutColon = False,
     seed: Seed = 0,
     requests: Annotated[
         CommaList[int],
@@ -199,7 +203,8 @@ def forks(
 ) -> None:
     """Measure where a model forks, how good forked answers are, and how much faster they come.
 
-    Forks are compared with the rules of the paper's appendix B. Prompts with recorded answers, such
+    Forks are compared with the rules of the paper's appendix B: give the options of
+    `apar data prepare` that changed them. Prompts with recorded answers, such
     as held_out.jsonl of `apar data prepare`, show the model's choices within these too. Speed is
     that of vLLM with the same answers, forked and in one thread. An interrupted run continues with
     the same command and --out. Examples:
@@ -210,6 +215,7 @@ def forks(
     out/data/held_out.jsonl[/bold]
     """
     # Importing torch takes seconds, and `apar --help` must be fast.
+    from apar_core.offline.data.structure import StructureRules
     from apar_core.offline.evaluation.fork_report import fork_report
     from apar_core.offline.evaluation.forks import ForkEvaluationSettings, run_forks
 
@@ -225,6 +231,9 @@ def forks(
             limit=answers,
             max_tokens=max_tokens,
             temperature=temperature,
+            rules=StructureRules(
+                unordered_lists=unordered_lists, points_without_colon=points_without_colon
+            ),
             seed=seed,
             requests=tuple(dict.fromkeys(requests)),
             repeats=repeats,

@@ -91,6 +91,19 @@ Format = Annotated[
         "(the parent outlines its threads, waits and joins them).",
     ),
 ]
+UnorderedLists = Annotated[
+    bool,
+    typer.Option(
+        "--unordered-lists", help="Also fork at bullet points and headings; the paper does not."
+    ),
+]
+PointsWithoutColon = Annotated[
+    bool,
+    typer.Option(
+        "--points-without-colon",
+        help="Also fork at numbered points without a colon, after their dash or first sentence.",
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 MaxTokens = Annotated[
     int, typer.Option(min=1, help="Limit on generated tokens per answer, all threads together.")

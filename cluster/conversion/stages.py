@@ -109,7 +109,7 @@ def planned_stages(
         *("data", "prepare", *map(str, chats), "--model", model),
         *("--context-length", str(settings.context_length), "--hold-out", str(settings.hold_out)),
         *("--structured", "0", "--unstructured", "0", "--overwrite", *template, *seed),
-        *("--format", settings.parallel_format),
+        *("--format", settings.parallel_format, "--points-without-colon"),
         *("--out", str(out / DATA)),
     )
     trained = (
@@ -122,7 +122,7 @@ def planned_stages(
         *("--prompts", str(out / DATA / "held_out.jsonl"), "--answers", str(settings.evaluated)),
         # As the answers were written: greedy ones of the base model are those that it likes best.
         *("--temperature", "0.7", "--max-tokens", str(settings.max_tokens), *seed),
-        *("--out", str(out / EVALUATION)),
+        *("--points-without-colon", "--out", str(out / EVALUATION)),
     )
     launcher = (
         ("accelerate", "launch", "--multi_gpu", "--num_processes", str(num_gpus), "--no_python")

@@ -104,7 +104,7 @@ class PreparationReport(BaseModel):
 
     inputs: list[str]
     seed: int
-    unordered_lists: bool
+    rules: StructureRules
     training_ratio: str = Field(
         "1:1", description="Ratio in which training draws structured and unstructured examples."
     )
@@ -271,7 +271,7 @@ def prepare(
     report = PreparationReport(
         inputs=[str(path) for path in files],
         seed=settings.seed,
-        unordered_lists=settings.rules.unordered_lists,
+        rules=settings.rules,
         model=None if fit is None else fit.model_name,
         context_length=None if fit is None else fit.context_length,
     )

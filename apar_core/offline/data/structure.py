@@ -41,6 +41,11 @@ class StructureRules(BaseModel):
     unordered_lists: bool = Field(
         False, description="Also fork at bullet points and headings, unlike the paper."
     )
+    points_without_colon: bool = Field(
+        False,
+        description="Fork at numbered points without a colon as well, after a dash or their first "
+        "sentence.",
+    )
 
 
 class ExtractedAnswer(NamedTuple):
@@ -74,7 +79,7 @@ def _extract_answer(answer: str, rules: StructureRules) -> ExtractedAnswer:
     reason = ambiguity(answer)
     if reason is not None:
         return ExtractedAnswer("unstructured", ParagraphRecord(answer), reason)
-    details = _ordered_list_details(answer)
+    details = _ordered_list_details(answer, rules)
     if details is not None:
         return ExtractedAnswer("ordered_list", _tree_of_details(answer, details), None)
     if rules.unordered_lists:
@@ -209,6 +214,8 @@ _POINT = re.compile(
 )
 # Not the colon of 10:30. Closing emphasis marks belong to the root.
 _ROOT_COLON = re.compile(r":[*_]{0,3}(?=\s|\Z)|：[*_]{0,3}")  # noqa: RUF001
+_ROOT_DASH = re.compile(rf"(?<=\S)[{_BLANK}][-–—](?=[{_BLANK}]\S)")  # noqa: RUF001
+_NESTED_LINE = re.compile(rf"\r?\n(?:[{_BLANK}]+\S|[*+•\-–][{_BLANK}])")  # noqa: RUF001
 _LINE_END = re.compile(r"[\r\n]|\Z")
 _HEADING_START = re.compile(rf"\n[{_BLANK}]*#{{1,6}}[{_BLANK}]")
 # The last point ends at a paragraph that is neither indented nor an item, or at a bare number with
@@ -238,16 +245,17 @@ class _Point:
         return self.indent > other.indent + 1
 
 
-def _ordered_list_details(answer: str) -> list[_Detail] | None:
+def _ordered_list_details(answer: str, rules: StructureRules) -> list[_Detail] | None:
     """Return the details of the numbered points, or None if the answer is not an ordered list.
 
-    Nested lists belong to the detail of their point. A point without a colon does not fork.
+    Nested lists belong to the detail of their point. A point without a colon does not fork, unless
+    the rules say so.
     """
     details: list[_Detail] = []
     lists = list(_lists(answer))
     for index, points in enumerate(lists):
         following = lists[index + 1][0].start if index + 1 < len(lists) else len(answer)
-        for detail in _list_details(answer, points, following):
+        for detail in _list_details(answer, points, following, rules):
             if _num_content_characters(answer, detail) < _MIN_CONTENT_CHARACTERS:
                 return None
             details.append(detail)
@@ -287,18 +295,40 @@ def _is_counted_on(numbered: Sequence[_Point], index: int) -> bool:
     return False
 
 
-def _list_details(answer: str, points: Sequence[_Point], following: int) -> Iterator[_Detail]:
+def _list_details(
+    answer: str, points: Sequence[_Point], following: int, rules: StructureRules
+) -> Iterator[_Detail]:
     for index, point in enumerate(points):
         is_last = index + 1 == len(points)
         end = following if is_last else points[index + 1].start
-        line_end = _LINE_END.search(answer, point.text_start)
+        found = _LINE_END.search(answer, point.text_start)
+        line_end = found.start() if found else end
         # The search ends with the line, so \Z also matches a colon at its end.
-        colon = _ROOT_COLON.search(answer, point.text_start, line_end.start() if line_end else end)
-        if colon is None:
-            continue
-        start = colon.end()
-        end = _detail_end(answer, start, end, is_last=is_last)
-        yield _trimmed_detail(answer, start, end) or _Detail(start, start)
+        colon = _ROOT_COLON.search(answer, point.text_start, line_end)
+        if colon is not None:
+            start: int | None = colon.end()
+        elif rules.points_without_colon:
+            start = _root_end_without_colon(answer, point.text_start, line_end)
+        else:
+            start = None
+        if start is not None:
+            end = _detail_end(answer, start, end, is_last=is_last)
+            yield _trimmed_detail(answer, start, end) or _Detail(start, start)
+
+
+def _root_end_without_colon(answer: str, start: int, line_end: int) -> int | None:
+    """Return the end of a dash or of the first sentence, else of a heading; None if there is none.
+
+    A line is a heading if it is emphasised, or if an indented or listed line follows.
+    """
+    dash = _ROOT_DASH.search(answer, start, line_end)
+    if dash is not None:
+        return dash.end()
+    sentence = first_sentence_end(answer[start:line_end])
+    if sentence is not None:
+        return start + sentence
+    is_heading = answer[start:line_end].rstrip().endswith(("**", "__"))
+    return line_end if is_heading or _NESTED_LINE.match(answer, line_end) else None
 
 
 def _detail_end(answer: str, start: int, end: int, *, is_last: bool) -> int:

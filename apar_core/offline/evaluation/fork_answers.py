@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from apar_core.offline.data.records import ParagraphRecord, flat_text, thread_paragraphs
-from apar_core.offline.data.structure import AnswerKind, extract_tree
+from apar_core.offline.data.structure import AnswerKind, StructureRules, extract_tree
 from apar_core.tree.paragraph import ParagraphNode, ParagraphTree
 
 Item = TypeVar("Item")
@@ -62,9 +62,9 @@ def fork_facts(tree: ParagraphTree[Item], decode: Callable[[Sequence[Item]], str
     return ForkFacts(tuple(places), tuple(heads), tuple(details))
 
 
-def text_rules(text: str) -> TextRules:
-    """Return where the rules of appendix B would fork in a text."""
-    extracted = extract_tree(text)
+def text_rules(text: str, rules: StructureRules) -> TextRules:
+    """Return where the rules would fork in a text."""
+    extracted = extract_tree(text, rules)
     places: list[int] = []
     heads: list[str] = []
     details: list[str] = []
@@ -200,12 +200,11 @@ class ForkAnswer(BaseModel):
         """Whether a limit on tokens ended it."""
         return self.finish_reason == "length" or self.num_unended > 0
 
-    @property
-    def items(self) -> ForkFacts:
-        """The items that the answer wrote in parallel; without forks, those of the rules."""
+    def items(self, rules: StructureRules) -> ForkFacts:
+        """Return the items that were written in parallel; without forks, those of the rules."""
         if self.forked:
             return ForkFacts(self.places or (), self.heads, self.details)
-        return text_rules(self.text).forks
+        return text_rules(self.text, rules).forks
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +227,15 @@ class KindCounts:
         return self.rule_places > 0
 
 
-def kind_counts(answers: Sequence[ForkAnswer]) -> list[KindCounts]:
+def kind_counts(answers: Sequence[ForkAnswer], rules: StructureRules) -> list[KindCounts]:
     """Compare the forks of answers with those of the rules in the same texts, by kind."""
     found: dict[str, KindCounts] = {}
     for answer in answers:
-        rules = text_rules(answer.text)
-        places, wanted = set(answer.places or ()), set(rules.forks.places)
-        counts = found.get(rules.kind, KindCounts(rules.kind))
-        found[rules.kind] = KindCounts(
-            rules.kind,
+        ruled = text_rules(answer.text, rules)
+        places, wanted = set(answer.places or ()), set(ruled.forks.places)
+        counts = found.get(ruled.kind, KindCounts(ruled.kind))
+        found[ruled.kind] = KindCounts(
+            ruled.kind,
             counts.answers + 1,
             counts.forked + answer.forked,
             counts.places + len(places),

@@ -18,6 +18,7 @@ from apar_core.intervals import (
     ratio_over_repeats,
     share,
 )
+from apar_core.offline.data.structure import StructureRules
 from apar_core.offline.evaluation.fork_answers import ForkAnswer, kind_counts, num_repeated
 from apar_core.offline.evaluation.fork_forcing import ForcedCounts, sums_by
 from apar_core.offline.evaluation.forks import (
@@ -68,7 +69,7 @@ def fork_report(results: ForkResults) -> Report:
     if len({each.category for each in results.answers}) > 1:
         tables.append(_category_table(results.answers))
     if not results.waits:
-        tables += _rule_tables(results.answers, measures)
+        tables += _rule_tables(results, measures)
     if results.forced:
         tables.append(_forced_table(results.forced, measures))
     if results.base:
@@ -122,13 +123,15 @@ def _answers_table(results: ForkResults) -> ReportTable:
         "answers",
         "Answers",
         columns,
-        tuple((name, *_answer_cells(group)) for name, group in groups if group),
+        tuple(
+            (name, *_answer_cells(group, results.settings.rules)) for name, group in groups if group
+        ),
         "Threads, tokens and steps are means; depth is the largest. Items are heads and details of "
         "forks, and in answers without forks those of the rules.",
     )
 
 
-def _answer_cells(answers: Sequence[ForkAnswer]) -> tuple[Cell, ...]:
+def _answer_cells(answers: Sequence[ForkAnswer], rules: StructureRules) -> tuple[Cell, ...]:
     def mean(value: Callable[[ForkAnswer], float]) -> float:
         return statistics.fmean(map(value, answers))
 
@@ -136,7 +139,7 @@ def _answer_cells(answers: Sequence[ForkAnswer]) -> tuple[Cell, ...]:
     # A model that cannot fork takes a step per token, and one to end.
     steps = mean(lambda each: each.statistics.get("decode_steps", len(each.token_ids) + 1))
     misplaced = [each.misplaced for each in answers if each.misplaced is not None]
-    items = [each.items for each in answers]
+    items = [each.items(rules) for each in answers]
     repeated = [num_repeated(each) for each in items]
     return (
         len(answers),
@@ -173,9 +176,9 @@ def _category_table(answers: Sequence[ForkAnswer]) -> ReportTable:
 
 
 def _rule_tables(
-    answers: Sequence[ForkAnswer], measures: dict[str, _Measure]
+    results: ForkResults, measures: dict[str, _Measure]
 ) -> tuple[ReportTable, ReportTable]:
-    counts = kind_counts(answers)
+    counts = kind_counts(results.answers, results.settings.rules)
     by_answer: list[tuple[Cell, ...]] = []
     by_place: list[tuple[Cell, ...]] = []
     for each in counts:

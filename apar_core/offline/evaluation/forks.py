@@ -20,7 +20,7 @@ from apar_core.errors import EvaluationError
 from apar_core.formats.resolved_format import find_format
 from apar_core.json_lines import read_lines
 from apar_core.offline.data.records import ExampleRecord
-from apar_core.offline.data.structure import extract_tree
+from apar_core.offline.data.structure import StructureRules, extract_tree
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.evaluation.answer_files import read_answer_set
 from apar_core.offline.evaluation.fork_answers import ForkAnswer, GeneratedAnswer, Source
@@ -74,7 +74,8 @@ class ForkEvaluationSettings(BaseModel):
     """Settings of an evaluation of forks.
 
     `model` and `base` are folders or hub names, and `..._name` their names in reports. `requests`
-    are numbers of concurrent requests. The seed is that of sampling and of the bootstrap.
+    are numbers of concurrent requests. Forks are compared with those of `rules`. The seed is that
+    of sampling and of the bootstrap.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -88,6 +89,7 @@ class ForkEvaluationSettings(BaseModel):
     limit: PositiveInt | None = None
     max_tokens: PositiveInt = 1024
     temperature: NonNegativeFloat = 0.0
+    rules: StructureRules = StructureRules()
     seed: NonNegativeInt = 0
     requests: tuple[PositiveInt, ...] = (1, 8, 32)
     repeats: PositiveInt = 5
@@ -343,7 +345,7 @@ def recorded_examples(settings: ForkEvaluationSettings) -> list[ExampleRecord]:
         return []
     examples = []
     for answer in read_answer_set(path, settings.questions).answers[: settings.limit]:
-        kind, tree, _ = extract_tree(answer.text)
+        kind, tree, _ = extract_tree(answer.text, settings.rules)
         examples.append(ExampleRecord(kind, answer.messages, tree))
     return examples
 

@@ -18,6 +18,7 @@ from apar_core.offline.data.structure import StructureRules, ambiguity, extract_
 
 PAPER = StructureRules()
 UNORDERED = StructureRules(unordered_lists=True)
+COLONLESS = StructureRules(points_without_colon=True)
 LIST = (
     "Three tips:\n\n"
     "1. **Rest**: Sleep eight hours a night.\n"
@@ -205,19 +206,54 @@ def test_headings_with_lists_fork_only_with_the_option() -> None:
     assert forks(answer, UNORDERED)[1] == ("\n\n## Day 2", "\n\n- walk a little\n- sleep a lot")
 
 
+def test_points_without_a_colon_fork_after_a_dash_or_their_first_sentence_if_chosen() -> None:
+    answer = (
+        "Four tips:\n\n"
+        "1. **Rest** - Sleep eight hours a night - or nine.\n"
+        "2. Walk every day. Half an hour is enough.\n"
+        "3. **Eat fruit**\n   - apples, two a day\n"
+        "4. Move: Walk for half an hour.\n"
+        "5. Never give up.\n\n"
+        "Good luck with it. You will need it."
+    )
+
+    assert extract_tree(answer, PAPER).kind == "paragraphs"
+    assert extract_tree(answer, COLONLESS).kind == "ordered_list"
+    assert forks(answer, COLONLESS) == [
+        ("Four tips:\n\n1. **Rest** -", " Sleep eight hours a night - or nine."),
+        ("\n2. Walk every day.", " Half an hour is enough."),
+        ("\n3. **Eat fruit**", "\n   - apples, two a day"),
+        ("\n4. Move:", " Walk for half an hour."),
+        ("\n5. Never give up.\n\nGood luck with it. You will need it.", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "1. Sleep well.\n2. Walk.\n3. Eat fruit.\n\nThat is all. Good luck with it.",
+        # Fewer than three points have a detail.
+        "1. Sleep. Eight hours are enough.\n2. Walk. Half an hour is enough.\n3. Eat fruit.",
+        "1. 10-12 hours of it\n2. A well-known one\n3. - 5 degrees are too cold",
+    ],
+)
+def test_points_without_colon_and_details_do_not_fork(answer: str) -> None:
+    assert extract_tree(answer, COLONLESS).kind != "ordered_list"
+
+
 PIECES = st.sampled_from(
     '1. |2. |3. |10) |Root:|: |：|\n|\r\n|\n\n|\r|\t|   |- |* |## |**|A sentence. |Dr. |“|”|"|。|('
-    "|)|some words here |\u2028|\x00|\x0b|\x85|\ud800|\ufeff|é|| ".split("|")
+    "|)|some words here | - |\u2028|\x00|\x0b|\x85|\ud800|\ufeff|é|| ".split("|")
 )
 
 
 @settings(max_examples=600, deadline=None)
 @given(
     st.one_of(st.text(st.characters(), max_size=200), st.lists(PIECES, max_size=60).map("".join)),
-    st.booleans(),
+    st.builds(StructureRules, unordered_lists=st.booleans(), points_without_colon=st.booleans()),
 )
-def test_the_tree_of_any_text_restores_it(answer: str, unordered: bool) -> None:
-    extracted = extract_tree(answer, StructureRules(unordered_lists=unordered))
+def test_the_tree_of_any_text_restores_it(answer: str, rules: StructureRules) -> None:
+    extracted = extract_tree(answer, rules)
 
     assert flat_text(extracted.tree) == answer
     assert (count_forks(extracted.tree) > 0) == (extracted.kind != "unstructured")
@@ -239,7 +275,9 @@ def test_many_points_do_not_exceed_the_recursion_limit() -> None:
 def test_the_time_is_linear_in_the_answer(start: str, unit: str) -> None:
     answer = start + unit * (1_000_000 // len(unit)) + ". end"
 
-    extracted = extract_tree(answer, UNORDERED)
+    extracted = extract_tree(
+        answer, StructureRules(unordered_lists=True, points_without_colon=True)
+    )
 
     assert flat_text(extracted.tree) == answer
 

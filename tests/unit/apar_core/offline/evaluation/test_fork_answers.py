@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from apar_core.offline.data.records import ParagraphRecord, chain, flat_text, token_tree
+from apar_core.offline.data.structure import StructureRules
 from apar_core.offline.evaluation.fork_answers import (
     ForkAnswer,
     ForkFacts,
@@ -17,6 +18,7 @@ from apar_core.offline.evaluation.fork_answers import (
     text_rules,
 )
 
+PAPER = StructureRules()
 LIST = chain(
     [
         ("Sure.\n\n1. Tune first:", ParagraphRecord(" Check every string.")),
@@ -74,7 +76,7 @@ def test_nested_forks_are_read_in_the_order_of_the_text() -> None:
 
 
 def test_the_rules_find_the_places_of_a_model_that_learned_them() -> None:
-    rules = text_rules(flat_text(LIST))
+    rules = text_rules(flat_text(LIST), PAPER)
 
     assert rules.kind == "ordered_list"
     assert rules.forks == fork_facts(token_tree(LIST, lambda t: [ord(c) for c in t]), decode)
@@ -90,7 +92,7 @@ def test_white_space_at_a_fork_does_not_count(space: str) -> None:
         ]
     )
 
-    [counts] = kind_counts([answer(shifted)])
+    [counts] = kind_counts([answer(shifted)], PAPER)
 
     assert counts.places == counts.rule_places == counts.common == 3
 
@@ -106,7 +108,7 @@ def test_forks_are_compared_with_the_rules_by_kind() -> None:
         "\n3. Rest: Sore fingers need a day.",
     )
 
-    counts = kind_counts([answer(LIST), answer(unforked), answer(late), answer(stray)])
+    counts = kind_counts([answer(LIST), answer(unforked), answer(late), answer(stray)], PAPER)
 
     assert counts == [
         # Of nine places of the rules the model has three and one, and forks once elsewhere.
@@ -139,8 +141,8 @@ def test_items_without_forks_are_those_of_the_rules() -> None:
     alone = answer(ParagraphRecord(text))
 
     assert not alone.forked
-    assert alone.items.heads == ("1. Tune:", "2. Play:", "3. Rest:")
-    assert num_repeated(alone.items) == 1
+    assert alone.items(PAPER).heads == ("1. Tune:", "2. Play:", "3. Rest:")
+    assert num_repeated(alone.items(PAPER)) == 1
 
 
 def test_an_answer_is_cut_if_any_of_its_threads_is() -> None:
