@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from apar_core.errors import EvaluationError
 from apar_core.json_lines import append_line, read_finished_lines
+from apar_core.whole_files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -300,9 +301,8 @@ class LineStore(Generic[Key, Line]):
         """Rewrite the file in the order of the keys, whichever line was added first."""
         ordered = sorted(self.lines.items(), key=lambda item: str(item[0]))
         self.lines = dict(ordered)
-        copy = self._path.with_suffix(".new")
-        copy.write_text("".join(f"{line.model_dump_json()}\n" for _, line in ordered), "utf-8")
-        copy.replace(self._path)
+        content = "".join(f"{line.model_dump_json()}\n" for _, line in ordered)
+        replace_file(self._path, content)
 
 
 def file_name(text: str) -> str:

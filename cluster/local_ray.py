@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from apar_core.whole_files import replace_file
 from cluster import haproxy_standby
 from cluster.config import ConfigError, StartError
 from cluster.config.connections import ConnectionsConfig
@@ -26,7 +27,7 @@ from cluster.config.limits import BODY_TIMEOUT_S
 from cluster.config.metrics import DEFAULT_PORT, MetricsConfig
 from cluster.config.tls import TlsConfig
 from cluster.metrics.node import PageThread, this_node
-from cluster.private_files import own_folder, replace_file
+from cluster.private_files import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -435,7 +436,7 @@ def write_haproxy_wrapper(
     for name, value in values.items():
         wrapper = wrapper.replace(f"{{{name}}}", value)
     # For everybody: in an image it is written by root and run by another user.
-    replace_file(path, wrapper.encode(), mode=0o755)
+    replace_file(path, wrapper, mode=0o755)
 
 
 def _bindable(host: str) -> str:
@@ -444,12 +445,12 @@ def _bindable(host: str) -> str:
 
 def _write_error_page(path: Path, start: tuple[str, ...], error: dict[str, Any]) -> None:
     lines = (*start, *_ERROR_HEADERS, "", json.dumps({"error": error}))
-    replace_file(path, "\r\n".join(lines).encode(), mode=0o644)
+    replace_file(path, "\r\n".join(lines), mode=0o644)
 
 
 def write_pem(folder: Path, pem: bytes) -> Path:
     """Write a certificate and its key where HAProxy reads them; only the owner can."""
-    return replace_file(folder / "tls.pem", pem)
+    return replace_file(folder / "tls.pem", pem, mode=0o600)
 
 
 def haproxy_folder() -> Path:
@@ -571,7 +572,7 @@ def _private_environment(folder: Path) -> dict[str, str]:
     token of this cluster. Ray itself would write one to the home that everybody can read.
     """
     temporary = own_folder(folder / _TEMPORARY)
-    token = replace_file(folder / _TOKEN, secrets.token_hex(32).encode())
+    token = replace_file(folder / _TOKEN, secrets.token_hex(32), mode=0o600)
     settings = {"TMPDIR": str(temporary), "RAY_AUTH_TOKEN_PATH": str(token)}
     # PyTorch executes what it finds in its cache, by default a folder of `/tmp` with a predictable
     # name. Without a usable home, each server compiles into its temporary folder.

@@ -1,8 +1,7 @@
-"""Folders and files that other accounts of the machine can neither read nor replace."""
+"""Folders that other accounts of the machine can neither read nor change."""
 
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 
@@ -31,18 +30,3 @@ def _refused(path: Path) -> PermissionError:
     return PermissionError(
         f"{path} must belong to this user, be no link, and be writable for nobody else"
     )
-
-
-def replace_file(path: Path, content: bytes, mode: int = 0o600) -> Path:
-    """Write a file atomically, through a new file beside it that nobody can have prepared."""
-    # `mkstemp` uses O_EXCL and O_NOFOLLOW, mode 0600 and a random name.
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(content)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from apar_core.errors import AparError
 from apar_core.models.smollm2 import APAR_SMOLLM2
+from apar_core.whole_files import replace_file
 from cluster.cli.options import MODEL_HELP, Duration, duration_option
 from cluster.cli.terminal import clear_errors, fail
 from cluster.config import ClusterConfig, ConfigError, StartError, load_config
@@ -494,9 +495,7 @@ def state_path(port: int) -> Path:
 
 def write_state(path: Path, state: ServerState) -> None:
     """Write the state file atomically."""
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(state.model_dump_json(), encoding="utf-8")
-    part.replace(path)
+    replace_file(path, state.model_dump_json())
 
 
 def read_state(path: Path) -> ServerState | None:

@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from apar_core.errors import AparError
+from apar_core.whole_files import replace_file
 
 CHATS, DATA, MODEL, EVALUATION = "chats", "data", "model", "evaluation"
 """Folders of the stages inside that of the conversion."""
@@ -155,9 +156,7 @@ class StageRecords:
         total = self[name].seconds + seconds
         self._records[name] = StageRecord(seconds=total, is_done=is_done)
         content = {name: record.model_dump() for name, record in self._records.items()}
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self._file)
+        replace_file(self._file, json.dumps(content, indent=1) + "\n")
 
     def by_stage(self) -> dict[str, float]:
         """Return how long each stage has taken (seconds)."""

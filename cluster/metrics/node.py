@@ -42,6 +42,7 @@ from prometheus_client.mmap_dict import MmapedDict as UntypedMmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from apar_core.whole_files import replace_file
 from cluster.config.keys import is_loopback
 from cluster.local_names import names_this_machine
 from cluster.metrics import catalogue
@@ -98,7 +99,7 @@ def open_process(node: Path, name: str, labels: Mapping[str, str]) -> IO[str]:
     folder.mkdir()
     lock = (folder / "lock").open("w", encoding="utf-8")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    _write_whole(folder / "process.json", json.dumps(labels))
+    replace_file(folder / "process.json", json.dumps(labels))
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
     # prometheus_client chose when it was imported, perhaps by another library.
     values.ValueClass = _value_class()
@@ -172,12 +173,6 @@ def this_node() -> Path:
 
     context = ray.get_runtime_context()
     return node_folder(context.get_session_name(), context.get_node_id())
-
-
-def _write_whole(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from apar_core.whole_files import replace_file
 from cluster.config import ConfigError
-from cluster.private_files import replace_file
 
 JOB = "apar"
 """Job label of our targets, which the rules select."""
@@ -48,5 +48,5 @@ def write_targets(file: Path, targets: list[str]) -> bool:
     if file.exists() and file.read_text(encoding="utf-8") == text:
         return False
     # Prometheus may run as another user.
-    replace_file(file, text.encode(), mode=0o644)
+    replace_file(file, text, mode=0o644)
     return True

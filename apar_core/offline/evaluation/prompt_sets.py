@@ -21,6 +21,7 @@ from apar_core.errors import EvaluationError
 from apar_core.json_lines import read_lines
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.data.tiny_corpus.generator import Corpus
+from apar_core.whole_files import replace_file
 
 FASTCHAT_URLS = tuple(
     f"https://raw.githubusercontent.com/lm-sys/FastChat/{revision}/fastchat/llm_judge/data"
@@ -92,9 +93,7 @@ def fetch_benchmark_files(
                 continue
             content = _download(client, base_urls, file, show)
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_bytes(content)
-            partial.replace(path)
+            replace_file(path, content)
     return paths
 
 

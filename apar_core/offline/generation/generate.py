@@ -47,6 +47,7 @@ from apar_core.offline.training.chat_format import (
 )
 from apar_core.offline.training.pretrained import load_tokenizer
 from apar_core.reporting import ShowProgress, claim_folder
+from apar_core.whole_files import replace_file
 
 SAMPLED_FILE = "sampled.jsonl"
 ANSWERS_FILE = "answers.jsonl"
@@ -239,7 +240,7 @@ def generate_chats(
         failures=failures[:_NUM_EXAMPLES],
     )
     _write_lines(out / CHATS_FILE, _chat_lines(settings, questions, answered, report))
-    _replace(out / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
+    replace_file(out / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
     return report
 
 
@@ -557,11 +558,4 @@ def _fingerprint(model: str) -> str:
 
 
 def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    _replace(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole, so that an interruption leaves the older one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    replace_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.private_files import own_folder, replace_file
+from cluster.private_files import own_folder
 from tests.fakes.other_account import NOBODY, needs_root
 
 
@@ -48,24 +48,3 @@ def test_a_folder_of_another_account_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(PermissionError, match="must belong to this user"):
         own_folder(tmp_path / "theirs")
-
-
-def test_a_file_is_replaced_not_written_through(tmp_path: Path) -> None:
-    target, path = tmp_path / "target", tmp_path / "file"
-    target.write_text("theirs")
-    path.symlink_to(target)
-
-    replace_file(path, b"ours")
-
-    assert (path.is_symlink(), path.read_text(), target.read_text()) == (False, "ours", "theirs")
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert sorted(tmp_path.iterdir()) == [path, target]
-
-
-def test_a_file_that_cannot_be_replaced_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").mkdir()
-
-    with pytest.raises(OSError, match="file"):
-        replace_file(tmp_path / "file", b"ours")
-
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "file"]
