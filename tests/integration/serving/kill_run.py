@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -129,9 +130,7 @@ async def kill_run(
             # The next kill waits for its part of the requests.
             await until_sent(load, num_requests * number // num_kills)
             await asyncio.sleep(draw.uniform(0.0, 4.0))
-            while not (victims := await processes(server, title)):
-                await until_alive(server, title, set())
-            draw.choice(victims).kill()
+            await _kill_one(server, title, draw)
             run.kills.append(Kill(title, time.monotonic()))
         await until_back(server, num_replicas, num_gateways)
         await until_sent(load, num_requests)
@@ -139,6 +138,16 @@ async def kill_run(
     run.seconds = time.monotonic() - started
     run.repeated_attempts = repeated_attempts() - repeated
     return run
+
+
+async def _kill_one(server: Server, title: str, draw: random.Random) -> None:
+    """Kill a process of a kind, as soon as there is one."""
+    while True:
+        victims = await processes(server, title) or [await until_alive(server, title, set())]
+        # It may have ended since it was found.
+        with suppress(psutil.NoSuchProcess):
+            draw.choice(victims).kill()
+            return
 
 
 async def processes(server: Server, title: str) -> list[psutil.Process]:
