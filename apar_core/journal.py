@@ -4,21 +4,43 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from apar_core.tree.thread_names import ThreadPath
 
 
+class EndReason(IntEnum):
+    """Why a thread has ended, with the values of vLLM's `FinishReason`.
+
+    Gateways read journals too, and have no vLLM.
+    """
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+
 class ThreadDelta(NamedTuple):
     """Tokens that one thread has generated since its last delta.
 
-    `token_ids` include control and end tokens. `finish_reason` is the value of vLLM's
-    `FinishReason` once the thread has ended, else None.
+    `token_ids` include control and end tokens. `finish_reason` is a value of vLLM's `FinishReason`
+    once the thread has ended, else None.
     """
 
     path: ThreadPath
     token_ids: tuple[int, ...]
     finish_reason: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the thread has ended by itself, or at a stop string."""
+        return self.finish_reason == EndReason.STOP
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether a fork opened no thread: its child ends by length before any token."""
+        return self.finish_reason == EndReason.LENGTH and not self.token_ids
 
 
 Journal = tuple[ThreadDelta, ...]

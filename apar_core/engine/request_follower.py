@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from apar_core.journal import Journal, ThreadDelta
+from apar_core.journal import EndReason, Journal, ThreadDelta
 from apar_core.tree.statistics import TreeStatistics
 from apar_core.tree.thread_names import ThreadPath, thread_path
 
@@ -27,9 +27,6 @@ Value = TypeVar("Value")
 
 # vLLM names the beams of a search `ID-UUID-beam-I`, with another UUID in each step.
 _BEAM = re.compile(r"(?P<search>.+)-[0-9a-f]+-beam-[0-9]+")
-
-# `FinishReason.ABORT`, which cannot be imported here.
-_ABORT = 2
 
 
 class ThreadObserver(Protocol):
@@ -152,7 +149,7 @@ class RequestFollower:
         self.first_output_s = self.first_output_s or self.last_output_s
         self._num_new_tokens += len(token_ids)
         finish_reason = None if output.finish_reason is None else int(output.finish_reason)
-        if finish_reason == _ABORT:
+        if finish_reason == EndReason.ABORT:
             # Not an end of the thread: another engine can continue it.
             self.aborted, finish_reason = True, None
         if self._journal is None or not (token_ids or finish_reason is not None):

@@ -15,15 +15,14 @@ from vllm.sampling_params import SamplingParams
 from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import block_rules
-from apar_core.journal import Journal, ThreadDelta, to_plain
+from apar_core.journal import EndReason, Journal, ThreadDelta, to_plain
 from apar_core.scheduler.block_journal import RebuiltThread, completed_blocks, rebuilt_threads
-from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences, was_refused
+from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from apar_core.vllm_names import EngineCoreOutput, EngineCoreRequest, FinishReason, Request
 
 # `EngineCoreRequest` in the API process, `Request` in the scheduler and its tests.
 AnyRequest = EngineCoreRequest | Request
-_LENGTH = int(FinishReason.LENGTH)
 
 
 def hand_to_scheduler(request: AnyRequest, journal: Journal) -> None:
@@ -47,7 +46,7 @@ def outputs_so_far(
             ),
             stop_reason=(
                 stop_reason(request.sampling_params, delta.token_ids)
-                if delta.finish_reason == FinishReason.STOP and request.sampling_params is not None
+                if delta.stopped and request.sampling_params is not None
                 else None
             ),
         )
@@ -111,12 +110,11 @@ def completed(
     threads = {delta.path: delta for delta in journal}
     _add_children(threads, parameters, request.prompt_token_ids or [], max_model_len)
     used = sum(
-        parameters.num_text(delta.token_ids, stopped=delta.finish_reason == FinishReason.STOP)
-        for delta in threads.values()
+        parameters.num_text(delta.token_ids, stopped=delta.stopped) for delta in threads.values()
     )
     exhausted = params.max_tokens is not None and used >= params.max_tokens
     return tuple(
-        ThreadDelta(path, threads[path].token_ids, _LENGTH)
+        ThreadDelta(path, threads[path].token_ids, EndReason.LENGTH)
         if exhausted and threads[path].finish_reason is None
         else threads[path]
         for path in sorted(threads)
@@ -130,7 +128,7 @@ def _add_children(
     max_model_len: int,
 ) -> None:
     """Add the threads of fork tokens that the lost engine has not reported yet."""
-    opened = sum(bool(path) and not was_refused(delta) for path, delta in threads.items())
+    opened = sum(bool(path) and not delta.was_refused for path, delta in threads.items())
     sequences = thread_sequences(tuple(threads.values()), prompt, parameters)
     for parent in list(threads.values()):
         first = len(sequences[parent.path]) - len(parent.token_ids)
@@ -142,7 +140,7 @@ def _add_children(
             has_room = parameters.num_read(first + index) < max_model_len
             opens = has_room and opened < parameters.max_forks
             opened += opens
-            threads[path] = ThreadDelta(path, (), None if opens else _LENGTH)
+            threads[path] = ThreadDelta(path, (), None if opens else EndReason.LENGTH)
 
 
 def stop_reason(params: SamplingParams, token_ids: Sequence[int]) -> int | None:

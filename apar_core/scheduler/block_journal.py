@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import BlockRules, OpenBlock, split_at_blocks
-from apar_core.journal import Journal, ThreadDelta
+from apar_core.journal import EndReason, Journal, ThreadDelta
 from apar_core.tree.thread_names import ThreadPath
-
-# `FinishReason.STOP` and `LENGTH` of vLLM, as in journals.
-STOPPED, LENGTH = 0, 1
 
 
 @dataclass(slots=True)
@@ -38,9 +35,8 @@ class RebuiltThread:
 
     def own_text(self, parameters: ForkParameters) -> tuple[int, ...]:
         """Return what it has written so far, without an end token of the model."""
-        stopped = self.delta.finish_reason == STOPPED
         own = self.sequence[self.own_start :]
-        return tuple(own[:-1] if parameters.ended_itself(own, stopped=stopped) else own)
+        return tuple(own[:-1] if parameters.ended_itself(own, stopped=self.delta.stopped) else own)
 
     @property
     def child_paths(self) -> list[ThreadPath]:
@@ -147,7 +143,7 @@ def completed_blocks(
     threads = rebuilt_threads(journal, prompt, rules, parameters)
     known = {delta.path for delta in journal}
     num_opened = sum(
-        bool(path) and path in known and not _was_refused(thread.delta)
+        bool(path) and path in known and not thread.delta.was_refused
         for path, thread in threads.items()
     )
     deltas = {path: thread.delta for path, thread in threads.items()}
@@ -155,10 +151,9 @@ def completed_blocks(
         if path and path not in known:
             opens = len(thread.sequence) < max_model_len and num_opened < parameters.max_forks
             num_opened += opens
-            deltas[path] = ThreadDelta(path, (), None if opens else LENGTH)
+            deltas[path] = ThreadDelta(path, (), None if opens else EndReason.LENGTH)
     used = sum(
-        parameters.num_text(delta.token_ids, stopped=delta.finish_reason == STOPPED)
-        for delta in deltas.values()
+        parameters.num_text(delta.token_ids, stopped=delta.stopped) for delta in deltas.values()
     )
     is_exhausted = max_tokens is not None and used >= max_tokens
     # Inner blocks first: their end may be what an outer one waits for.
@@ -167,7 +162,7 @@ def completed_blocks(
         if delta.finish_reason is not None:
             continue
         reason = (
-            LENGTH
+            EndReason.LENGTH
             if is_exhausted
             else _end_at_join(thread, threads, deltas, rules, parameters, max_model_len)
         )
@@ -191,10 +186,6 @@ def _end_at_join(
     texts = ended_texts(paths, threads, rules, parameters)
     joined = rules.joined(block, thread.sequence[thread.segment_start :], texts)
     if not joined.continues:
-        return STOPPED
+        return EndReason.STOP
     num_tokens = thread.segment_start + joined.num_kept + len(joined.token_ids)
-    return LENGTH if num_tokens >= max_model_len else None
-
-
-def _was_refused(delta: ThreadDelta) -> bool:
-    return delta.finish_reason == LENGTH and not delta.token_ids
+    return EndReason.LENGTH if num_tokens >= max_model_len else None

@@ -32,7 +32,6 @@ from apar_core.scheduler.thread_requests import (
     build_continuation,
     build_thread_request,
     resumed_thread,
-    was_refused,
 )
 from apar_core.scheduler.thread_table import TextPlace, ThreadGroup, ThreadTable, WaitingParent
 from apar_core.tree.thread_names import thread_request_id
@@ -304,7 +303,7 @@ class Joins:
         for path, thread in threads.items():
             delta = thread.delta
             group.count_text(delta.token_ids, stopped=delta.finish_reason == FinishReason.STOP)
-            group.num_forks += bool(path) and not was_refused(delta)
+            group.num_forks += bool(path) and not delta.was_refused
             if delta.finish_reason is not None:
                 continue
             thread_id = thread_request_id(group.root_id, path)

@@ -22,7 +22,6 @@ from apar_core.journal import Journal, ThreadDelta, from_plain
 from apar_core.scheduler.thread_table import ThreadGroup
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from apar_core.vllm_names import (
-    FinishReason,
     Request,
     add_bad_words,
     bad_words_of,
@@ -180,8 +179,8 @@ def resumed_threads(
     """
     parameters = group.parameters
     for delta in journal:
-        group.count_text(delta.token_ids, stopped=delta.finish_reason == FinishReason.STOP)
-        group.num_forks += bool(delta.path) and not was_refused(delta)
+        group.count_text(delta.token_ids, stopped=delta.stopped)
+        group.num_forks += bool(delta.path) and not delta.was_refused
         group.num_children[thread_request_id(group.root_id, delta.path)] = delta.token_ids.count(
             parameters.fork_id
         )
@@ -223,11 +222,6 @@ def thread_sequences(
         ]
         sequences[delta.path] = [*before, *delta.token_ids]
     return sequences
-
-
-def was_refused(delta: ThreadDelta) -> bool:
-    """Return whether a fork opened no thread: its child ends by length before any token."""
-    return delta.finish_reason == FinishReason.LENGTH and not delta.token_ids
 
 
 def resumed_thread(

@@ -123,6 +123,7 @@ from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 from apar_core import vllm_names
 from apar_core.engine.plugin import install_processors
 from apar_core.engine.resume_request import stop_reason
+from apar_core.journal import EndReason
 from apar_core.vllm_names import (
     _MODULE_OF,
     NAMES,
@@ -1085,8 +1086,8 @@ def test_our_stop_reason_equals_vllms(token_id: int, named: int | None) -> None:
 
 def test_finish_reasons_keep_their_values() -> None:
     # Journals carry them between gateway and replicas of different versions.
-    reasons = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-    assert [int(reason) for reason in reasons] == [0, 1, 2]
+    assert {each.name: int(each) for each in EndReason} == {"STOP": 0, "LENGTH": 1, "ABORT": 2}
+    assert all(int(FinishReason[each.name]) == each for each in EndReason)
 
 
 def test_a_shutdown_aborts_the_requests_of_the_engine_core() -> None:
