@@ -3,7 +3,7 @@
     apar serve &
     python docs/web_page_images.py http://127.0.0.1:8000
 
-`web-page.png` shows a race of forked and sequential decoding. `web-page.webp` replays a forked
+`apar-smollm2` answers. `web-page.png` shows a race of forked and sequential decoding. `web-page.webp` replays a forked
 answer in slow motion, from the chunks that the page received. Both show a run that took about the
 median time of several. On few cores, `cpu_threads: 1` of the model leaves room for the browser.
 """
@@ -20,10 +20,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 IMAGES = Path(__file__).resolve().parent / "images"
-PROMPTS = {
-    "race": "Give me 5 tips for learning guitar.",
-    "forked": "Give me a detailed guide to baking bread.",
-}
+PROMPT = "Name 5 things to do on a rainy day."
 NUM_RUNS = 3
 MAX_RUNS = 20
 TOLERANCE = 0.15
@@ -41,7 +38,7 @@ def ask(page: Page, mode: str) -> float:
     """Ask the question until the answers are complete; returns the seconds of the slowest."""
     lanes = 2 if mode == "race" else 1
     page.locator(f"input[value={mode}]").check(force=True)
-    page.fill("#prompt", PROMPTS[mode])
+    page.fill("#prompt", PROMPT)
     page.press("#prompt", "Enter")
     page.wait_for_selector(" + ".join(['.lane[data-state="complete"]'] * lanes))
     page.wait_for_selector("#replay:visible")
