@@ -3,9 +3,10 @@
     apar serve &
     python docs/web_page_images.py http://127.0.0.1:8000
 
-`apar-smollm2` answers. `web-page.png` shows a race of forked and sequential decoding. `web-page.webp` replays a forked
-answer in slow motion, from the chunks that the page received. Both show a run that took about the
-median time of several. On few cores, `cpu_threads: 1` of the model leaves room for the browser.
+`apar-smollm2` answers. `web-page.png` shows a race of forked and sequential decoding.
+`web-page.webp` replays a forked answer in slow motion, from the chunks that the page received. Both
+show a run that took about the median time of several. On few cores, `cpu_threads: 1` of the model
+leaves room for the browser.
 """
 
 from __future__ import annotations
