@@ -323,18 +323,19 @@ def generate(
         ),
     ] = None,
     opened_share: Annotated[
-        float,
+        float | None,
         typer.Option(
             min=0.0,
             max=1.0,
             help="Share of the sampled questions that begin with an opening, such as 'Give me 5'.",
             callback=finite,
+            show_default="0.5",
         ),
-    ] = 0.5,
+    ] = None,
     openings: Annotated[
         Path | None,
         typer.Option(
-            help="Text file with an opening a line.",
+            help="Text file with one opening per line.",
             exists=True,
             dir_okay=False,
             show_default="English ones; most ask for a list",
@@ -407,9 +408,17 @@ def generate(
         with clear_errors(), stage_progress(Rate()) as progress:
             endpoint = _endpoint(target, model_name, target_key_env, concurrency, retries)
             chosen = _generating_model(model, is_needed=prompts is None or endpoint is None)
-            for name, given in (("--system", system), ("--openings", openings)):
+            steering = {
+                "--system": system,
+                "--opened-share": opened_share,
+                "--openings": openings,
+            }
+            for name, given in steering.items():
                 if given is not None and prompts is not None:
                     raise DataError(f"{name} steers sampled questions; --prompts gives other ones")
+            if opened_share is None:
+                # A run on given questions does not depend on it.
+                opened_share = 0.5 if prompts is None else 0.0
             wanted = DEFAULT_NUM_QUESTIONS if questions is None and prompts is None else questions
             configured = None if chosen is None else ModelConfig(checkpoint=chosen)
             template = None if configured is None else configured.preset.engine.get("chat_template")

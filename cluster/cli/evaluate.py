@@ -203,8 +203,8 @@ def forks(
 ) -> None:
     """Measure where a model forks, how good forked answers are, and how much faster they come.
 
-    Forks are compared with the rules of the paper's appendix B: give the options of
-    `apar data prepare` that changed them. Prompts with recorded answers, such
+    Forks are compared with the rules of the paper's appendix B: give the same --unordered-lists and
+    --points-without-colon as to `apar data prepare`. Prompts with recorded answers, such
     as held_out.jsonl of `apar data prepare`, show the model's choices within these too. Speed is
     that of vLLM with the same answers, forked and in one thread. An interrupted run continues with
     the same command and --out. Examples:

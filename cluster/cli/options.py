@@ -101,7 +101,8 @@ PointsWithoutColon = Annotated[
     bool,
     typer.Option(
         "--points-without-colon",
-        help="Also fork at numbered points without a colon, after their dash or first sentence.",
+        help="Also fork at numbered points without a colon: after a dash, the first sentence, or "
+        "an emphasised heading.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]

@@ -97,7 +97,8 @@ def _data(settings: ConversionSettings, out: Path) -> str:
         lines.append(f"The model's own answers to questions {source}: {kept} answers were kept.")
     lines.append(
         f"{prepared['structured']['written']} answers with forks (by the rules of the paper's "
-        f"appendix B) and {prepared['unstructured']['written']} without; "
+        "appendix B, and at points without a colon) and "
+        f"{prepared['unstructured']['written']} without; "
         f"{prepared['held_out']['written']} questions were held out."
     )
     return "\n".join(lines)

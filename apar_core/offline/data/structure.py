@@ -43,9 +43,15 @@ class StructureRules(BaseModel):
     )
     points_without_colon: bool = Field(
         False,
-        description="Fork at numbered points without a colon as well, after a dash or their first "
-        "sentence.",
+        description="Also fork at numbered points without a colon: after a dash, the first "
+        "sentence, or an emphasised heading.",
     )
+
+    @property
+    def name(self) -> str:
+        """Description for reports."""
+        added = [name.replace("_", " ") for name, is_set in self if is_set]
+        return ", ".join(["appendix B of the paper", *added])
 
 
 class ExtractedAnswer(NamedTuple):
@@ -214,8 +220,11 @@ _POINT = re.compile(
 )
 # Not the colon of 10:30. Closing emphasis marks belong to the root.
 _ROOT_COLON = re.compile(r":[*_]{0,3}(?=\s|\Z)|：[*_]{0,3}")  # noqa: RUF001
-_ROOT_DASH = re.compile(rf"(?<=\S)[{_BLANK}][-–—](?=[{_BLANK}]\S)")  # noqa: RUF001
-_NESTED_LINE = re.compile(rf"\r?\n(?:[{_BLANK}]+\S|[*+•\-–][{_BLANK}])")  # noqa: RUF001
+# Neither a range nor a subtraction.
+_ROOT_DASH = re.compile(
+    rf"(?<=[^\s\d])[{_BLANK}][-–—](?=[{_BLANK}]\S)|(?<=\d)[{_BLANK}][-–—](?=[{_BLANK}][^\s\d])"  # noqa: RUF001
+)
+_LISTED_LINE = re.compile(rf"\r?\n[{_BLANK}]*(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]")  # noqa: RUF001
 _LINE_END = re.compile(r"[\r\n]|\Z")
 _HEADING_START = re.compile(rf"\n[{_BLANK}]*#{{1,6}}[{_BLANK}]")
 # The last point ends at a paragraph that is neither indented nor an item, or at a bare number with
@@ -306,34 +315,38 @@ def _list_details(
         # The search ends with the line, so \Z also matches a colon at its end.
         colon = _ROOT_COLON.search(answer, point.text_start, line_end)
         if colon is not None:
-            start: int | None = colon.end()
-        elif rules.points_without_colon:
-            start = _root_end_without_colon(answer, point.text_start, line_end)
-        else:
-            start = None
-        if start is not None:
-            end = _detail_end(answer, start, end, is_last=is_last)
+            start = colon.end()
+            # The colon announces what follows, also behind a blank line.
+            content = end - len(answer[start:end].lstrip())
+            end = _detail_end(answer, content, end, is_last=is_last)
             yield _trimmed_detail(answer, start, end) or _Detail(start, start)
+        elif rules.points_without_colon:
+            root_end = _root_end_without_colon(answer, point.text_start, line_end)
+            if root_end is None:
+                continue
+            end = _detail_end(answer, root_end, end, is_last=is_last)
+            detail = _trimmed_detail(answer, root_end, end)
+            if detail and _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS:
+                yield detail
 
 
 def _root_end_without_colon(answer: str, start: int, line_end: int) -> int | None:
     """Return the end of a dash or of the first sentence, else of a heading; None if there is none.
 
-    A line is a heading if it is emphasised, or if an indented or listed line follows.
+    A line is a heading if it is emphasised, or if an item of a list follows.
     """
     dash = _ROOT_DASH.search(answer, start, line_end)
-    if dash is not None:
-        return dash.end()
     sentence = first_sentence_end(answer[start:line_end])
-    if sentence is not None:
-        return start + sentence
+    ends = [dash.end()] if dash is not None else []
+    ends += [start + sentence] if sentence is not None else []
+    if ends:
+        return min(ends)
     is_heading = answer[start:line_end].rstrip().endswith(("**", "__"))
-    return line_end if is_heading or _NESTED_LINE.match(answer, line_end) else None
+    return line_end if is_heading or _LISTED_LINE.match(answer, line_end) else None
 
 
-def _detail_end(answer: str, start: int, end: int, *, is_last: bool) -> int:
+def _detail_end(answer: str, content: int, end: int, *, is_last: bool) -> int:
     """Return where a heading or, for the last point, a paragraph ends the detail."""
-    content = start + len(answer[start:end]) - len(answer[start:end].lstrip())
     for pattern in (_HEADING_START, _LIST_END) if is_last else (_HEADING_START,):
         match = pattern.search(answer, content, end)
         if match is not None:

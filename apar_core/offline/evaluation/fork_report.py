@@ -60,6 +60,7 @@ def fork_report(results: ForkResults) -> Report:
         "Answers": f"{len(results.answers)} to {settings.prompts}, "
         + ("greedy" if settings.is_greedy else f"temperature {settings.temperature:g}")
         + f", at most {settings.max_tokens} tokens",
+        "Rules": settings.rules.name,
         **({"Base": settings.base_name or ""} if results.base else {}),
         "Machine": machine_name("auto"),
         **results.missing,
@@ -226,7 +227,7 @@ def _rule_tables(
     return (
         ReportTable(
             "rules-by-answer",
-            "Forked answers, by what the rules of appendix B make of their text",
+            "Forked answers, by what the rules make of their text",
             (
                 *(kind, Column("rules fork"), Column("answers", "d"), Column("forked", "d")),
                 *(Column("share", ".1%"), _INTERVAL),

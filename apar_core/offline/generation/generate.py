@@ -1,8 +1,8 @@
 """Questions and answers of a model itself, as training data (Magpie, arXiv 2406.08464).
 
 The model continues its chat template's text before a user's message, which gives a question, and
-answers it in a new chat. A share of the questions begins with given words: models by themselves
-hardly ever ask short questions, such as "Give me 5 tips for gardening". Everything generated is
+answers it in a new chat. A share of the questions begins with given words: SmolLM2-135M by itself
+hardly ever asks short questions, such as "Give me 5 tips for gardening". Everything generated is
 logged in `sampled.jsonl` and `answers.jsonl`. Filters read the logs in the order of the questions'
 numbers, and each number has seeds of its own. So the chats do not depend on interruptions, as far
 as the engine is deterministic.
@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -160,7 +161,7 @@ class TextCounts(BaseModel):
 class GenerationReport(BaseModel):
     """Settings and counts of a run.
 
-    `kinds` counts the kept answers by what `apar data prepare` finds in them.
+    `kinds` counts the kept answers by the paper's rules.
     """
 
     settings: dict[str, str]
@@ -252,6 +253,7 @@ class _ModelTexts:
         self.tokenizer = cache(lambda: load_tokenizer(self._model, settings.chat_template))
         self._turn = cache(lambda: user_turn(self.tokenizer(), settings.system))
         self._openings = cache(lambda: _read_openings(settings.openings))
+        self.header_ids = cache(self._header_ids)
 
     def check_headers(self) -> None:
         """Raise DataError or TrainingError if questions cannot be sampled."""
@@ -264,9 +266,10 @@ class _ModelTexts:
         is_opened = draws.random() < self._settings.opened_share
         return draws.choice(self._openings()) if is_opened else ""
 
-    def header_ids(self, opening: str = "") -> list[int]:
+    def _header_ids(self, opening: str) -> list[int]:
         """Return the tokens of the text that the model continues with a question."""
-        text = self._turn().header + opening
+        # Without an opening, a blank before the message belongs to its first token.
+        text = self._turn().header + opening if opening else self._turn().header.rstrip(" ")
         ids = self.tokenizer()(text, add_special_tokens=False)["input_ids"]
         room = self.context_length - MAX_QUESTION_TOKENS
         if len(ids) > room:
@@ -310,7 +313,9 @@ class _ModelTexts:
             [sampling | {"seed": _seed(settings.seed, "question", index)} for index in indices],
         )
         for line in lines:
-            yield line.model_copy(update={"text": openings[line.index] + line.text})
+            # Words with which nothing was asked are no question.
+            opening = openings[line.index] if re.search(r"\w", line.text) else ""
+            yield line.model_copy(update={"text": opening + line.text})
 
     def answers(self, engine: TextEngine, questions: Sequence[KeptQuestion]) -> Iterator[LogLine]:
         """Answer the questions, and yield the answers as they finish."""

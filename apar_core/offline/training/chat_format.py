@@ -125,8 +125,7 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int:
 class UserTurn:
     """What a template writes around a user's message that begins a chat.
 
-    header: text up to the message, with the system message. It does not end with blanks, which
-        belong to the message's first token.
+    header: text up to the message, with the system message.
     end_id: token that ends the message, or None.
     end_text: text that ends the message if no token does, such as "ASSISTANT:"; else empty.
     """
@@ -162,7 +161,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> 
             "the chat template writes nothing between a user's message and the answer, so the "
             "model cannot tell where a question ends"
         )
-    return UserTurn(before.rstrip(" "), end_id, end_text)
+    return UserTurn(before, end_id, end_text)
 
 
 def _end_text(after: str, added: Mapping[str, int]) -> str:

@@ -234,11 +234,34 @@ def test_points_without_a_colon_fork_after_a_dash_or_their_first_sentence_if_cho
         "1. Sleep well.\n2. Walk.\n3. Eat fruit.\n\nThat is all. Good luck with it.",
         # Fewer than three points have a detail.
         "1. Sleep. Eight hours are enough.\n2. Walk. Half an hour is enough.\n3. Eat fruit.",
-        "1. 10-12 hours of it\n2. A well-known one\n3. - 5 degrees are too cold",
+        "\n".join(f"{n}. Sleep 8 - 10 hours and more" for n in (1, 2, 3)),
+        "\n".join(f"{n}. A well-known one of them all" for n in (1, 2, 3)),
+        "\n".join(f"{n}. - degrees that are too cold" for n in (1, 2, 3)),
+        "\n".join(f"{n}. Stir what is in the pot\n   until the sauce is thick" for n in (1, 2, 3)),
     ],
 )
 def test_points_without_colon_and_details_do_not_fork(answer: str) -> None:
     assert extract_tree(answer, COLONLESS).kind != "ordered_list"
+
+
+@pytest.mark.parametrize(
+    "last",
+    ["Never give up. Ever.", "**Have fun**", "**Have fun**\n\nGood luck with it. You need it."],
+)
+def test_points_without_colon_that_have_no_detail_leave_the_list_as_it_is(last: str) -> None:
+    answer = f"{LIST.partition('   -')[0]} less sugar.\n4. {last}"
+
+    assert extract_tree(answer, COLONLESS) == extract_tree(answer, PAPER)
+    assert extract_tree(answer, PAPER).kind == "ordered_list"
+
+
+def test_the_first_sentence_may_end_before_a_dash() -> None:
+    answer = "\n".join(f"{n}. Walk every day. Half an hour - or more - is fine." for n in (1, 2, 3))
+
+    assert forks(answer, COLONLESS)[0] == (
+        "1. Walk every day.",
+        " Half an hour - or more - is fine.",
+    )
 
 
 PIECES = st.sampled_from(
@@ -258,6 +281,8 @@ def test_the_tree_of_any_text_restores_it(answer: str, rules: StructureRules) ->
     assert flat_text(extracted.tree) == answer
     assert (count_forks(extracted.tree) > 0) == (extracted.kind != "unstructured")
     assert (extracted.reason is None) == (extracted.kind != "unstructured")
+    if extract_tree(answer, PAPER).kind == "ordered_list":
+        assert count_forks(extracted.tree) >= count_forks(extract_tree(answer, PAPER).tree)
 
 
 def test_many_points_do_not_exceed_the_recursion_limit() -> None:

@@ -28,6 +28,7 @@ from apar_core.offline.generation.generate import (
     GenerationSettings,
     generate_chats,
 )
+from apar_core.offline.training.pretrained import VICUNA_TEMPLATE
 
 WORDS = "river stone lamp violin garden winter bread cloud engine letter moon harbor".split()  # noqa: SIM905
 LIST = "\n".join(f"{n}. Point {n}: with some content of its own, {n}." for n in (1, 2, 3))
@@ -162,6 +163,31 @@ def test_a_share_of_the_questions_begins_with_openings(tmp_path: Path) -> None:
     assert headers == {f"<bos><|user|>{opening}" for opening in ("", "Give me 5", "How do I")}
     questions = [each.turns[0] for each in read_question_file(tmp_path / "out" / "questions.jsonl")]
     assert any(each.startswith("Give me 5 ") for each in questions)
+
+
+def test_an_opening_stands_behind_the_blank_of_its_template(tmp_path: Path) -> None:
+    engine = ScriptedEngine(ask=lambda seed: Text(f" {seed} of them, and why?"))
+    openings = tmp_path / "openings.txt"
+    openings.write_text("Give me 5")
+    chosen_template = {"chat_template": VICUNA_TEMPLATE, "openings": openings}
+    generate(tmp_path / "out", engine, opened_share=1 / 2, **chosen_template)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+    num_sampled = len(lines(tmp_path / "out" / "sampled.jsonl"))
+    headers = [str(tokenizer.decode(prompt)) for prompt in engine.prompts[:num_sampled]]
+    assert {header.partition("USER:")[2] for header in headers} == {"", " Give me 5"}
+
+
+def test_an_opening_with_which_nothing_is_asked_is_no_question(tmp_path: Path) -> None:
+    endings = ["", ".", " tips for it, please?"]
+    engine = ScriptedEngine(ask=lambda seed: Text(endings[seed % 3]))
+    openings = tmp_path / "openings.txt"
+    openings.write_text("\n".join(f"Give me {word}" for word in WORDS))
+    report = generate(tmp_path / "out", engine, opened_share=1, openings=openings)
+
+    assert report.questions.rejected["empty"].count > 0
+    questions = read_question_file(tmp_path / "out" / "questions.jsonl")
+    assert all(each.turns[0].endswith(" tips for it, please?") for each in questions)
 
 
 @pytest.mark.parametrize(

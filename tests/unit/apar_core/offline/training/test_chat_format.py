@@ -266,10 +266,10 @@ ALPACA = (
         (
             VICUNA_TEMPLATE.read_text(),
             "<bos> A chat between a curious user and an artificial intelligence assistant. The "
-            "assistant gives helpful, detailed, and polite answers to the user's questions. USER:",
+            "assistant gives helpful, detailed, and polite answers to the user's questions. USER: ",
             "ASSISTANT:",
         ),
-        (MISTRAL, "<bos>[INST]", "[/INST]"),
+        (MISTRAL, "<bos>[INST] ", "[/INST]"),
         (ALPACA, "Below is a task.\n\n### Instruction:\n", "\n### Response:"),
     ],
     ids=["vicuna", "mistral", "alpaca"],
@@ -290,7 +290,7 @@ def test_a_text_that_is_a_token_in_the_vocabulary_ends_a_question_as_a_token() -
 
     turn = user_turn(tokenizer)
 
-    assert turn == UserTurn("<bos>[INST]", tokenizer.get_vocab()["[/INST]"], "")
+    assert turn == UserTurn("<bos>[INST] ", tokenizer.get_vocab()["[/INST]"], "")
 
 
 @pytest.mark.parametrize(
