@@ -241,7 +241,7 @@ def claim_folder(folder: Path, settings: Mapping[str, str]) -> bool:
                 f"{folder} holds another run ({'; '.join(differing)}): give another --out"
             )
         return True
-    path.write_text(json.dumps(dict(settings), indent=1), encoding="utf-8")
+    replace_file(path, json.dumps(dict(settings), indent=1))
     return False
 
 
