@@ -38,8 +38,8 @@ from apar_core.vllm_names import (
 MOST_MERGED_BYTES = 1 << 30
 """Size of all merged copies up to which a model has them."""
 STEPS_BEFORE_MERGING = 32
-"""Steps for which an adapter is used before it is merged. Merging takes about as long as these, so
-it does not pay for an adapter that is soon replaced by another."""
+"""Steps that an adapter runs unmerged, counting those in which all rows use it. Merging takes about
+as long as these, so it does not pay for an adapter that is soon replaced by another."""
 
 # Behind the part of a model that vLLM compiles.
 _UNCOMPILED = (LogitsProcessorWithLoRA, ClassificationHeadWithLoRA)

@@ -8,6 +8,8 @@ to generate in parallel. All lists of an answer count together. The number of a 
 a sentence, nor is "Sure!". A line that introduces a list is a root. Dates, "24/7" and odds such as
 1/6 are not mathematics. The thought of a reasoning model is not split into threads; it stays at the
 start of the root thread.
+
+`StructureRules` chooses rules that the paper does not have.
 """
 
 from __future__ import annotations
@@ -224,7 +226,8 @@ _ROOT_COLON = re.compile(r":[*_]{0,3}(?=\s|\Z)|：[*_]{0,3}")  # noqa: RUF001
 _ROOT_DASH = re.compile(
     rf"(?<=[^\s\d])[{_BLANK}][-–—](?=[{_BLANK}]\S)|(?<=\d)[{_BLANK}][-–—](?=[{_BLANK}][^\s\d])"  # noqa: RUF001
 )
-_LISTED_LINE = re.compile(rf"\r?\n[{_BLANK}]*(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]")  # noqa: RUF001
+_ITEM_MARK = rf"(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]"  # noqa: RUF001
+_LISTED_LINE = re.compile(rf"\r?\n[{_BLANK}]*{_ITEM_MARK}")
 _LINE_END = re.compile(r"[\r\n]|\Z")
 _HEADING_START = re.compile(rf"\n[{_BLANK}]*#{{1,6}}[{_BLANK}]")
 # The last point ends at a paragraph that is neither indented nor an item, or at a bare number with
@@ -366,9 +369,7 @@ _LIST_HEADING = re.compile(
     rf"^(?:#{{1,6}}[{_BLANK}][^\r\n]++|\*\*[^*\r\n]+\*\*:?|[A-Z][^\r\n.!?]{{2,60}}:)[{_BLANK}]*(?=\r?\n)",
     re.MULTILINE,
 )
-_LISTED = re.compile(
-    rf"\s*\n[{_BLANK}]*(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]"  # noqa: RUF001
-)
+_LISTED = re.compile(rf"\s*\n[{_BLANK}]*{_ITEM_MARK}")
 _COLON = re.compile(r"[^\r\n]*?(?::[*_]{0,3}(?=\s)|：[*_]{0,3})")  # noqa: RUF001
 _NEXT_PARAGRAPH = re.compile(rf"\n[{_BLANK}\r]*\n(?=\S)")
 _NEXT_UNLISTED = re.compile(rf"\n[{_BLANK}\r]*\n(?=[^\s*+•\-–\d])")  # noqa: RUF001
@@ -419,10 +420,7 @@ def _heading_details(answer: str) -> list[_Detail]:
 
 
 _BLANK_LINES = re.compile(rf"\n[{_BLANK}\r]*\n\s*")
-_ITEM = re.compile(
-    rf"^(?P<indent>[{_BLANK}]*)(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]",  # noqa: RUF001
-    re.MULTILINE,
-)
+_ITEM = re.compile(rf"^(?P<indent>[{_BLANK}]*){_ITEM_MARK}", re.MULTILINE)
 
 # Openings that announce the answer without content: no thread could continue from one alone.
 _INTERJECTION = re.compile(

@@ -31,7 +31,7 @@ class ForkFacts(NamedTuple):
 
 
 class TextRules(NamedTuple):
-    """What the rules of appendix B make of a text."""
+    """Kind and forks that the rules find in a text."""
 
     kind: AnswerKind
     forks: ForkFacts

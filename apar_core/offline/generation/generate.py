@@ -90,7 +90,7 @@ class GenerationSettings(BaseModel):
     opened_share: float = Field(
         0.5, ge=0, le=1, description="Share of the sampled questions that begin with an opening."
     )
-    openings: Path = Field(OPENINGS_FILE, description="Text file with an opening a line.")
+    openings: Path = Field(OPENINGS_FILE, description="Text file with one opening per line.")
     question_temperature: NonNegativeFloat = 1.0
     question_top_p: float = Field(0.95, gt=0, le=1)
     temperature: NonNegativeFloat = 0.7

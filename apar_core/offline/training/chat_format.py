@@ -138,8 +138,8 @@ class UserTurn:
 def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> UserTurn:
     """Return what the tokenizer's template writes around a user's message.
 
-    Raises TrainingError if a model could not tell from it where a message begins and ends, or if
-    the template does not write the system message.
+    Raises TrainingError if the template does not mark where a message begins and ends, or does not
+    write the system message.
     """
     chat = _CHAT if system is None else (ChatMessage("system", system), *_CHAT)
     before, found, after = _render(tokenizer, chat, add_generation_prompt=True).partition(_QUESTION)

@@ -169,8 +169,8 @@ def test_an_opening_stands_behind_the_blank_of_its_template(tmp_path: Path) -> N
     engine = ScriptedEngine(ask=lambda seed: Text(f" {seed} of them, and why?"))
     openings = tmp_path / "openings.txt"
     openings.write_text("Give me 5")
-    chosen_template = {"chat_template": VICUNA_TEMPLATE, "openings": openings}
-    generate(tmp_path / "out", engine, opened_share=1 / 2, **chosen_template)
+    steering = {"chat_template": VICUNA_TEMPLATE, "openings": openings, "opened_share": 1 / 2}
+    generate(tmp_path / "out", engine, **steering)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
     num_sampled = len(lines(tmp_path / "out" / "sampled.jsonl"))
