@@ -63,7 +63,7 @@ fuzz: $(INSTALLED) ## Fuzz the HTTP API from its OpenAPI description
 	APAR_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/integration/serving/test_fuzz.py
 
 dashboards: $(INSTALLED) ## Write the metrics reference, Grafana's dashboards and Prometheus' rules
-	$(BIN)/python -m cluster.metrics
+	$(BIN)/python -m deployments.metrics
 	$(BIN)/python -m dashboards.grafana
 	$(BIN)/python -m dashboards.prometheus
 

@@ -24,9 +24,9 @@ import psutil
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
-from cluster.metrics import catalogue, node
-from cluster.metrics.node import NodePage, open_process, write_changes
-from cluster.metrics.recorder import Recorder
+from deployments.metrics import catalogue, node
+from deployments.metrics.node import NodePage, open_process, write_changes
+from deployments.metrics.recorder import Recorder
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
 from deployments.wire.start import StartReport

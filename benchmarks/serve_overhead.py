@@ -31,14 +31,14 @@ from rich.table import Table
 
 from apar_core.offline.data.records import ChatMessage
 from apar_core.workload.arrivals import ClosedLoop
-from cluster.config import ClusterConfig
-from cluster.config.model import ModelConfig
-from cluster.config.routing import RoutingSettings
 from cluster.loadtest.client import LoadClient
 from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.load_run import Drive, Stop
 from cluster.loadtest.run_file import RequestRecord
 from cluster.local_ray import free_port, local_ray
+from deployments.config import ClusterConfig
+from deployments.config.model import ModelConfig
+from deployments.config.routing import RoutingSettings
 
 NUM_TOKENS = 100
 # After a stop, the processes do what was due meanwhile.

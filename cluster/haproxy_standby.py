@@ -1,7 +1,7 @@
 """Take HAProxy's place if it is killed, until Ray Serve has started another one.
 
 Ray Serve notices the death of HAProxy after three failed health checks, and then restarts the actor
-that runs it: about six seconds in which nobody could connect. The wrapper of `cluster.local_ray`
+that runs it: about six seconds in which nobody could connect. The wrapper of `cluster.haproxy`
 therefore starts this script beside each HAProxy:
 
     haproxy_standby.py PID PARENT CONFIGURATION HAPROXY [FLAG...]

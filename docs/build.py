@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from cluster.cli.main import app
-from cluster.config import ClusterConfig
+from deployments.config import ClusterConfig
 from deployments.wire.thread_stream import schema
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ from apar_core.offline.data.tiny_corpus.content import load_topics
 from apar_core.tree.block_statistics import thread_steps
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 from cluster.cli.generate import start_engine
-from cluster.config.model import DEFAULT_MODEL
+from deployments.config.model import DEFAULT_MODEL
 
 Item = TypeVar("Item")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from cluster.local_ray import SERVE_FLAGS
+from deployments.serve_flags import SERVE_FLAGS
 
 # Some libraries read these at import, so they are set before any test module is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

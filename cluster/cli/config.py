@@ -12,8 +12,8 @@ from rich.console import Console
 
 from apar_core.errors import CheckpointError
 from cluster.cli.terminal import clear_errors
-from cluster.config import ClusterConfig, ConfigError, load_config
-from cluster.config.model import ModelConfig
+from deployments.config import ClusterConfig, ConfigError, load_config
+from deployments.config.model import ModelConfig
 
 app = typer.Typer(no_args_is_help=True, help="Check, show and describe configuration files.")
 console = Console()

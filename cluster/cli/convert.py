@@ -14,7 +14,6 @@ from rich.markup import escape
 from cluster.cli.data import INTERRUPTED_EXIT_CODE
 from cluster.cli.options import MODEL_HELP, Seed
 from cluster.cli.terminal import clear_errors
-from cluster.config.model import ModelConfig
 from cluster.conversion.card import write_card
 from cluster.conversion.stages import (
     MODEL,
@@ -25,6 +24,7 @@ from cluster.conversion.stages import (
     planned_stages,
     run_stages,
 )
+from deployments.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from apar_core.offline.training.recipe import TrainingRecipe

@@ -36,7 +36,7 @@ from cluster.cli.options import (
     out_option,
 )
 from cluster.cli.terminal import Rate, clear_errors, fail, stage_progress
-from cluster.config.model import PRESETS, ModelConfig, model_path
+from deployments.config.model import PRESETS, ModelConfig, model_path
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine

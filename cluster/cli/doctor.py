@@ -28,8 +28,8 @@ from apar_core.models.smollm2 import FETCHED, SMOLLM2, CachedModel
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from apar_core.vllm_names import SUPPORTED, is_supported
 from cluster.cli.options import Model
-from cluster.config import ConfigError
-from cluster.config.model import DEFAULT_MODEL, ModelConfig
+from deployments.config import ConfigError
+from deployments.config.model import DEFAULT_MODEL, ModelConfig
 
 if TYPE_CHECKING:
     from apar_core.engine.checkpoint import CheckpointReport

@@ -37,8 +37,8 @@ from cluster.cli.options import (
     out_option,
 )
 from cluster.cli.terminal import clear_errors, print_table, show_report, stage_progress
-from cluster.config import ConfigError
-from cluster.config.model import DEFAULT_MODEL, ModelConfig, model_path
+from deployments.config import ConfigError
+from deployments.config.model import DEFAULT_MODEL, ModelConfig, model_path
 
 if TYPE_CHECKING:
     from apar_core.offline.evaluation.chat_endpoint import EndpointSettings

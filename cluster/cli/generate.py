@@ -24,7 +24,7 @@ from apar_core.tree import (
 )
 from cluster.cli.options import MaxTokens, MedusaHeads, Model, PassTimes, PromptTokens, finite
 from cluster.cli.terminal import fail
-from cluster.config.model import DEFAULT_MODEL, ModelConfig, model_path
+from deployments.config.model import DEFAULT_MODEL, ModelConfig, model_path
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine

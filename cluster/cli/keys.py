@@ -13,9 +13,9 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from cluster.config import problems_of
-from cluster.config.keys import MAX_PRIORITY, KeyConfig, hash_of, new_token
 from cluster.durations import parse_duration
+from deployments.config import problems_of
+from deployments.config.keys import MAX_PRIORITY, KeyConfig, hash_of, new_token
 
 app = typer.Typer(no_args_is_help=True, help="API keys, and what they use.")
 

@@ -13,10 +13,10 @@ from rich.live import Live
 
 from cluster.cli.options import AsJson, Duration, Metrics, duration_option
 from cluster.cli.terminal import clear_errors
-from cluster.config.metrics import DEFAULT_PORT
 from cluster.monitor.overview import ClusterHistory, Watch
 from cluster.monitor.sources import PagesSource, PrometheusSource, Source
 from cluster.monitor.view import Screen
+from deployments.config.metrics import DEFAULT_PORT
 
 _DEFAULT_PAGE = f"http://127.0.0.1:{DEFAULT_PORT}/metrics"
 # A reading may see one report more or less than the next one.

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from cluster.config.model import PRESETS
 from cluster.durations import format_duration, parse_duration
+from deployments.config.model import PRESETS
 
 Item = TypeVar("Item")
 

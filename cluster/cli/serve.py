@@ -31,24 +31,20 @@ from apar_core.models.smollm2 import APAR_SMOLLM2
 from apar_core.whole_files import replace_file
 from cluster.cli.options import MODEL_HELP, Duration, duration_option
 from cluster.cli.terminal import clear_errors, fail
-from cluster.config import ClusterConfig, ConfigError, StartError, load_config
-from cluster.config.model import DEFAULT_MODEL, served_by_default
 from cluster.durations import format_duration
-from cluster.local_ray import (
-    NAMESPACE,
-    haproxy_folder,
-    local_ray,
-    reap_orphans,
-    replace_certificate,
-)
-from cluster.logs import shown_logs
-from cluster.metrics.targets import (
+from cluster.haproxy import haproxy_folder, replace_certificate
+from cluster.local_ray import local_ray, reap_orphans
+from deployments.config import ClusterConfig, ConfigError, StartError, load_config
+from deployments.config.model import DEFAULT_MODEL, served_by_default
+from deployments.logs import shown_logs
+from deployments.metrics.targets import (
     check_targets_file,
     discovery_url,
     node_targets,
     write_targets,
 )
-from cluster.private_files import own_folder
+from deployments.private_files import own_folder
+from deployments.serve_flags import NAMESPACE
 
 READY_S = 60.0
 REAP_PERIOD_S = 5.0

@@ -17,7 +17,7 @@ from cluster.cli.options import (
     wrong_value,
 )
 from cluster.cli.terminal import clear_errors, show_report, stage_progress
-from cluster.config.routing import RoutingPolicy
+from deployments.config.routing import RoutingPolicy
 
 _CLUSTER, _LOAD, _FAULTS = "Cluster", "Load", "Faults and scaling"
 _FORK_POLICIES = ("eager", "adaptive", "off")

@@ -19,7 +19,7 @@ from rich.progress import TextColumn
 
 from cluster.cli.options import Format, Model, Recipe, Resume, Seed, out_option
 from cluster.cli.terminal import clear_errors, step_bars
-from cluster.config.model import model_path
+from deployments.config.model import model_path
 
 if TYPE_CHECKING:
     from apar_core.offline.speculation.acceptance import AcceptanceTable

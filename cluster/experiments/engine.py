@@ -20,8 +20,8 @@ from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.models import find_model
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.vllm_names import call_at_preemption
-from cluster.config.model import model_path
 from cluster.experiments.methods import Policy, Workload, load_workload, marker_id
+from deployments.config.model import model_path
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine

@@ -43,7 +43,6 @@ from apar_core.step_costs.predict import step_costs
 from apar_core.virtual.engine import VirtualEngine, VirtualSpec
 from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
 from apar_core.workload.trace import read_trace
-from cluster.config.model import model_path
 from cluster.experiments.calibrate import (
     COSTS_FILE,
     Grid,
@@ -62,6 +61,7 @@ from cluster.experiments.engine import Conditions, ExperimentEngine, hidden_ids
 from cluster.experiments.parts import PartStore, StartStage
 from cluster.experiments.program import OneRequest
 from cluster.experiments.settings import file_digest, machine_name
+from deployments.config.model import model_path
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine

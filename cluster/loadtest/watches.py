@@ -17,12 +17,12 @@ from cluster.loadtest.run_file import (
     ClusterMoment,
     RequestRecord,
 )
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Metric
 from cluster.monitor.overview import MonitorError
 from cluster.monitor.rates import increase
 from cluster.monitor.series import SeriesKey, Snapshot, largest, summed, total
 from cluster.monitor.sources import PageError, PagesSource
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Metric
 
 _SECOND_S = 1.0
 _BEAT_S = 0.02

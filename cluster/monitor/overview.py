@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from apar_core.errors import AparError
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Metric
 from cluster.monitor.rates import History, Rates, Reports, Window
 from cluster.monitor.series import (
     GroupKey,
@@ -22,6 +20,8 @@ from cluster.monitor.series import (
     total,
 )
 from cluster.monitor.sources import PageError, Source
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Metric
 
 TREND_POINTS = 240
 """Number of readings in the sparkline of tokens per second."""

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Kind, Metric
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Kind, Metric
 
 GroupKey = tuple[str, ...]
 

@@ -1,9 +1,9 @@
 """A cluster of virtual engine cores in one event loop.
 
 The product's parts decide: the router of `deployments/routing`, the scheduler, fork policy and
-KV-cache manager in each core, `cluster.autoscaling.decide`, and the limits of a `ModelConfig` and a
-`RetryConfig`. Modeled here are their surroundings: arrivals, the gateway's queue (one key, so first
-in, first out), the delay of load reports, and the loss and the start of replicas.
+KV-cache manager in each core, `deployments.autoscaling.decide`, and the limits of a `ModelConfig`
+and a `RetryConfig`. Modeled here are their surroundings: arrivals, the gateway's queue (one key, so
+first in, first out), the delay of load reports, and the loss and the start of replicas.
 
 All times are virtual. An entry of the event heap is a time and a call. A core's next step is such a
 call, and what the step produces is delivered at its end. So a core that is in the middle of a step
@@ -31,11 +31,11 @@ from apar_core.virtual.core import (
 )
 from apar_core.virtual.engine import VirtualSpec
 from apar_core.virtual.executor import StepRecord
-from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
-from cluster.config.model import ModelConfig
-from cluster.config.retries import MAX_DEATHS, RetryConfig, pause_before_retry_s
-from cluster.config.routing import RoutingSettings
 from cluster.simulation.workload import PromptTokens, SimRequest
+from deployments.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
+from deployments.config.model import ModelConfig
+from deployments.config.retries import MAX_DEATHS, RetryConfig, pause_before_retry_s
+from deployments.config.routing import RoutingSettings
 from deployments.replica.replica import LoadReporter
 from deployments.routing.shared_router import SharedRouter
 from deployments.wire.load import ReplicaLoad

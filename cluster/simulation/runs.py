@@ -16,9 +16,6 @@ from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.engine import VirtualSpec
 from apar_core.virtual.shared_reads import Grouping
 from apar_core.virtual.workers import worker_pool
-from cluster.config.autoscaling import AutoscalingConfig
-from cluster.config.model import ForkLimits, ModelConfig
-from cluster.config.routing import RoutingPolicy, RoutingSettings
 from cluster.simulation.cluster import (
     Cluster,
     ClusterRun,
@@ -28,6 +25,9 @@ from cluster.simulation.cluster import (
 )
 from cluster.simulation.measures import Measures, Slo, measure
 from cluster.simulation.workload import CONTEXT_TOKENS, RecordedData, read_data
+from deployments.config.autoscaling import AutoscalingConfig
+from deployments.config.model import ForkLimits, ModelConfig
+from deployments.config.routing import RoutingPolicy, RoutingSettings
 
 NO_FORKS = "off"
 """Fork policy of requests that may not fork."""

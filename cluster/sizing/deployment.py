@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from cluster.config import ClusterConfig, problems_of
-from cluster.config.model import MAX_THREADS
 from cluster.sizing.errors import SizingError
 from cluster.sizing.plan import Plan
+from deployments.config import ClusterConfig, problems_of
+from deployments.config.model import MAX_THREADS
 
 # Of an engine's pod beside weights and KV cache: Python, torch, vLLM's and Ray's processes, 2 to
 # 2.5 GiB for a small model without a GPU. With one, CUDA's context, pinned buffers, compiled

@@ -7,9 +7,9 @@ from typing import Any
 
 from apar_core.reporting import Cell, Column, ReportTable
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH, graph_tokens_for
-from cluster.config.model import MAX_THREADS
 from cluster.sizing.plan import Choice, Plan
 from cluster.sizing.search import UTILISATION
+from deployments.config.model import MAX_THREADS
 
 _GIB = 2**30
 _CONDITIONS = {"throughput": f"{UTILISATION:.0%} of a saturated replica's rate"}

@@ -25,9 +25,9 @@ from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree import tree_statistics
 from apar_core.virtual.workers import worker_pool
 from apar_core.workload.arrivals import GammaArrivals, OpenLoop, read_arrivals
-from cluster.config.model import MAX_THREADS
 from cluster.sizing.replica_run import ReplicaLoad, ReplicaRun, Slos, run_replica
 from cluster.sizing.requests import Workload
+from deployments.config.model import MAX_THREADS
 
 if TYPE_CHECKING:
     from apar_core.virtual.core import VirtualCores

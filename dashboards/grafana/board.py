@@ -7,9 +7,9 @@ from grafana_foundation_sdk.builders import dashboard as frame
 from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import dashboard
 
-from cluster.metrics import catalogue
 from dashboards.grafana.panels import SOURCE
 from dashboards.grafana.promql import IN_CLUSTERS, events
+from deployments.metrics import catalogue
 
 TAG = "apar"
 REFRESH = "30s"

@@ -5,8 +5,6 @@ other quantity, as in the paper's measurements. A line of the paper's figure is 
 the original model beside the forking one to compare them.
 """
 
-from cluster.metrics import catalogue as of
-from cluster.metrics.catalogue import Metric
 from dashboards.grafana import promql
 from dashboards.grafana.board import Board, Row
 from dashboards.grafana.panels import (
@@ -25,6 +23,8 @@ from dashboards.grafana.panels import (
     table,
 )
 from dashboards.grafana.promql import WHOLE_RANGE, level, rate, ratio
+from deployments.metrics import catalogue as of
+from deployments.metrics.catalogue import Metric
 
 HEIGHT = 11
 # One sample per interval of the plots, however long the range.

@@ -2,8 +2,6 @@
 
 from grafana_foundation_sdk.models import units
 
-from cluster.metrics import catalogue as of
-from cluster.metrics.catalogue import Metric
 from dashboards.grafana.board import Board, Row
 from dashboards.grafana.panels import (
     BLOCKS,
@@ -36,6 +34,8 @@ from dashboards.grafana.promql import (
     selector,
     total,
 )
+from deployments.metrics import catalogue as of
+from deployments.metrics.catalogue import Metric
 
 STATE_COLOURS = {"running": "green", "waiting": "orange", "deferred": "purple"}
 FORK_COLOURS = {"accepted": "green", "delayed": "purple", "refused": "red"}

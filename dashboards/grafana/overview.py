@@ -1,7 +1,5 @@
 """The operator's dashboard: are the objectives met, is it fast, is it full, what is failing."""
 
-from cluster.metrics import catalogue as of
-from cluster.metrics.catalogue import Metric
 from dashboards.grafana.board import OUR_ALERTS, Board, Row
 from dashboards.grafana.panels import (
     ALERTS,
@@ -41,6 +39,8 @@ from dashboards.grafana.promql import (
 )
 from dashboards.prometheus import RuleSettings
 from dashboards.prometheus.objectives import Objective, objectives
+from deployments.metrics import catalogue as of
+from deployments.metrics.catalogue import Metric
 
 ALERTING = RuleSettings()
 CACHE_LIMITS: Limits = ((0.85, "orange"), (ALERTING.kv_cache_usage, "red"))

@@ -4,7 +4,7 @@ Every expression selects the clusters of the dashboard's variables and aggregate
 without that a panel would grow with the number of processes.
 """
 
-from cluster.metrics.catalogue import Metric
+from deployments.metrics.catalogue import Metric
 
 RATE_WINDOW = "$__rate_interval"
 """Covers the last few scrapes."""

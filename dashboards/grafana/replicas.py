@@ -1,6 +1,5 @@
 """The same panels for every replica, one row each, to see which replica differs."""
 
-from cluster.metrics import catalogue as of
 from dashboards.grafana.board import Board, Row
 from dashboards.grafana.forks import (
     FORK_COLOURS,
@@ -23,6 +22,7 @@ from dashboards.grafana.panels import (
     lines,
 )
 from dashboards.grafana.promql import level, rate, saving
+from deployments.metrics import catalogue as of
 
 HEIGHT = 7
 

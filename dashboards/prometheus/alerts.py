@@ -1,9 +1,9 @@
 """Alert rules, except those of the service level objectives."""
 
-from cluster.metrics import catalogue
 from dashboards.prometheus import recording
 from dashboards.prometheus.rule import JOB, AlertRule, Severity, by, rate, selector, total
 from dashboards.prometheus.settings import RuleSettings
+from deployments.metrics import catalogue
 
 _MODEL = "{{ $labels.model }}"
 _REPLICA = "{{ $labels.replica }}"

@@ -7,7 +7,6 @@ Google, The Site Reliability Workbook, chapter 5, "Multiwindow, Multi-Burn-Rate 
 
 from dataclasses import dataclass
 
-from cluster.metrics import catalogue
 from dashboards.prometheus.rule import (
     AlertRule,
     RecordingRule,
@@ -18,6 +17,7 @@ from dashboards.prometheus.rule import (
     share_of,
 )
 from dashboards.prometheus.settings import RuleSettings
+from deployments.metrics import catalogue
 
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 

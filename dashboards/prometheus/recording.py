@@ -4,7 +4,6 @@ Names have the form `labels:metric:operations`, without the labels of the cluste
 Windows are chosen for a scrape interval of 15 s. Those of the objectives are in `objectives.py`.
 """
 
-from cluster.metrics import catalogue
 from dashboards.prometheus.rule import (
     RecordingRule,
     events,
@@ -13,6 +12,7 @@ from dashboards.prometheus.rule import (
     share_of,
     total,
 )
+from deployments.metrics import catalogue
 
 MODEL = ("model",)
 REPLICA = ("model", "replica")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cluster.metrics.catalogue import Kind, Metric
+from deployments.metrics.catalogue import Kind, Metric
 
 JOB = "apar"
 """The `job` label of every target; on Kubernetes the PodMonitors set it too."""

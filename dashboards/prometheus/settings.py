@@ -15,10 +15,10 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.config.metrics import DEFAULT_PORT
-from cluster.metrics import catalogue
 from dashboards.prometheus.rule import CLUSTER as CLUSTER_LABELS
 from dashboards.prometheus.rule import JOB, Severity
+from deployments.config.metrics import DEFAULT_PORT
+from deployments.metrics import catalogue
 
 
 class RuleSettings(BaseModel):

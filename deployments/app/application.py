@@ -13,14 +13,14 @@ from ray import serve
 from apar_core.engine.replay import REPLAY
 from apar_core.installation import has_compiler
 from apar_core.scheduler.row_limits import largest_graph
-from cluster.config import ClusterConfig
-from cluster.config.model import ModelConfig, multiplies_bfloat16
-from cluster.local_ray import APPLICATION_FLAGS
 from deployments.app.autoscaling import gateway_autoscaling, model_autoscaling
 from deployments.app.ingress import APPLICATION, GATEWAY, GatewayIngress, IngressSettings
+from deployments.config import ClusterConfig
+from deployments.config.model import ModelConfig, multiplies_bfloat16
 from deployments.gateway.settings import gateway_settings
 from deployments.replica.replica import Replica, ReplicaSettings
 from deployments.routing.ray_router import router_config
+from deployments.serve_flags import APPLICATION_FLAGS
 
 __all__ = ["APPLICATION", "GATEWAY", "build_application"]
 
@@ -171,7 +171,7 @@ def build_replicas(
             config.routing, is_lone=autoscaling is None and model.replicas == 1
         ),
         # A model that fails to load once will fail again. Dead replicas are replaced regardless;
-        # `cluster.serve_controller` lets also a restarted controller do so.
+        # `deployments.serve_controller` lets also a restarted controller do so.
         max_constructor_retry_count=1,
         max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
         ray_actor_options={

@@ -1,7 +1,7 @@
 """Ray Serve autoscaling policies based on threads, KV cache and waiting requests.
 
-Replicas report their load and gateways their queue lengths; `cluster.autoscaling.decide` makes the
-decision. Both policies run in the Serve controller.
+Replicas report their load and gateways their queue lengths; `deployments.autoscaling.decide` makes
+the decision. Both policies run in the Serve controller.
 """
 
 import time
@@ -14,14 +14,13 @@ import ray
 from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 from ray.serve.config import AutoscalingContext, AutoscalingPolicy
 
-from cluster.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
-from cluster.config import ClusterConfig
-from cluster.config.autoscaling import AutoscalingConfig
-from cluster.config.model import ModelConfig
-
 # Imported as a module: Ray pickles a policy's module by value with the objects it imports, but
 # modules by reference. So both policies find the same board.
 from deployments.app import waiting_board
+from deployments.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
+from deployments.config import ClusterConfig
+from deployments.config.autoscaling import AutoscalingConfig
+from deployments.config.model import ModelConfig
 
 WAITING_PREFIX = "waiting:"
 """Prefix of a deployment's name in a gateway's report."""

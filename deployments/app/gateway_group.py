@@ -15,8 +15,7 @@ import ray
 from limits.errors import StorageError
 from ray.exceptions import RayError
 
-from cluster.config.limits import IN_MEMORY, open_storage
-from cluster.local_ray import NAMESPACE
+from deployments.config.limits import IN_MEMORY, open_storage
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.shared_places import (
     Demand,
@@ -24,6 +23,7 @@ from deployments.gateway.shared_places import (
     PlaceLedger,
     SharedPlaces,
 )
+from deployments.serve_flags import NAMESPACE
 
 logger = logging.getLogger(__name__)
 

@@ -14,21 +14,21 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apar_core.errors import AparError
-from cluster.client_headers import BYPASSES_SERVE, REQUEST_ID, SHORTCUT
-from cluster.config import ConfigError, problems_of
-from cluster.config.routing import RoutingSettings
-from cluster.logs import ProcessLogs
-from cluster.metrics.catalogue import LOG_LINES_DROPPED
-from cluster.metrics.node import ProcessMetrics
-from cluster.metrics.recorder import FlushTimer
 from deployments.app.autoscaling import gateway_report
 from deployments.app.gateway_group import GroupMember
+from deployments.client_headers import BYPASSES_SERVE, REQUEST_ID, SHORTCUT
+from deployments.config import ConfigError, problems_of
+from deployments.config.routing import RoutingSettings
 from deployments.gateway.cors import Cors
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics, watch_lag
 from deployments.gateway.health import LIVE_PATH
 from deployments.gateway.host_check import HostCheck
 from deployments.gateway.settings import GatewaySettings, in_place_settings
+from deployments.logs import ProcessLogs
+from deployments.metrics.catalogue import LOG_LINES_DROPPED
+from deployments.metrics.node import ProcessMetrics
+from deployments.metrics.recorder import FlushTimer
 from deployments.relay.direct_calls import DirectCalls
 from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
 
-from cluster.config import ClusterConfig, ConfigError, problems_of
-from cluster.local_ray import SERVE_FLAGS
 from deployments.app.application import Surroundings, build_application
+from deployments.config import ClusterConfig, ConfigError, problems_of
+from deployments.serve_flags import SERVE_FLAGS
 
 GPUS_PER_POD = "APAR_GPUS_PER_POD"
 """Environment variable of the head pod: GPUs of each engine pod."""

@@ -19,12 +19,12 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from apar_core.errors import CheckpointError
-from cluster.config import ClusterConfig, ConfigError, SecretError, StartError
-from cluster.config.model import ModelConfig
-from cluster.local_ray import LOOPBACK
 from deployments.app.application import Surroundings, build_application
 from deployments.app.gateway_group import end_shared_state
 from deployments.app.ingress import APPLICATION, GATEWAY
+from deployments.config import ClusterConfig, ConfigError, SecretError, StartError
+from deployments.config.model import ModelConfig
+from deployments.serve_flags import LOOPBACK
 
 logger = logging.getLogger(__name__)
 

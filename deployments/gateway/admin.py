@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, unquote
 from pydantic import ValidationError
 
 from apar_core.errors import RequestError
-from cluster.config.files import problems_of
-from cluster.config.keys import KeyConfig, check_keys, hash_of, new_token
+from deployments.config.files import problems_of
+from deployments.config.keys import KeyConfig, check_keys, hash_of, new_token
 from deployments.gateway.body import parse_fields
 from deployments.gateway.callers import STORE_AGE_S, Caller, Callers
 from deployments.gateway.key_store import COUNTERS, KeyStore, Row, StoredKey, Usage

@@ -14,9 +14,9 @@ from datetime import datetime
 from pathlib import Path
 
 from apar_core.errors import AparError
-from cluster.config.key_store import KeyStoreConfig
-from cluster.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of, load_keys
-from cluster.config.limits import IN_MEMORY, LimitsConfig, open_storage
+from deployments.config.key_store import KeyStoreConfig
+from deployments.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of, load_keys
+from deployments.config.limits import IN_MEMORY, LimitsConfig, open_storage
 from deployments.gateway.key_store import KeyStore, StoredKey, open_store
 from deployments.gateway.ledger import Ledger, utc_now
 from deployments.gateway.rate_limits import Admission, CounterStore, KeyRates, WindowStorage

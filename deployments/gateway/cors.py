@@ -3,7 +3,7 @@
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.config.cors import CorsConfig
+from deployments.config.cors import CorsConfig
 
 _METHODS = ("GET", "POST", "DELETE")
 # What a page may read of an answer, besides the headers that it may always read.

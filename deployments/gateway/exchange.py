@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from starlette.types import Message, Scope, Send
 
-from cluster.client_headers import REQUEST_ID
-from cluster.config.keys import TOKEN_PREFIX
+from deployments.client_headers import REQUEST_ID
+from deployments.config.keys import TOKEN_PREFIX
 from deployments.gateway.body import RequestBody
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket

@@ -15,9 +15,8 @@ from http import HTTPStatus
 from starlette.types import Receive, Scope, Send
 
 from apar_core.errors import CapacityError, RequestError
-from cluster.client_headers import BYPASSES_SERVE, REQUEST_ID
-from cluster.config.keys import KeyConfig
-from cluster.metrics.catalogue import SHARED_STATE_SILENT
+from deployments.client_headers import BYPASSES_SERVE, REQUEST_ID
+from deployments.config.keys import KeyConfig
 from deployments.gateway.accounts import Size
 from deployments.gateway.admin import ADMIN_PATH, Admin
 from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
@@ -43,6 +42,7 @@ from deployments.gateway.request_options import priority_of, read_options
 from deployments.gateway.settings import GatewaySettings
 from deployments.gateway.shared_places import Need, SharedPlaces
 from deployments.gateway.web_page import PageFile, page_files
+from deployments.metrics.catalogue import SHARED_STATE_SILENT
 from deployments.relay.relay import (
     ModelReplicas,
     Retries,

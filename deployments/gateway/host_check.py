@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.client_headers import BYPASSES_SERVE, REQUEST_ID
-from cluster.local_names import names_this_machine
+from deployments.client_headers import BYPASSES_SERVE, REQUEST_ID
+from deployments.local_names import names_this_machine
 from deployments.relay.relay import send_error
 from deployments.wire.errors import MisdirectedError, answer_for
 from deployments.wire.routes import form_of

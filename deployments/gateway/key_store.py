@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from cluster.config.files import problems_of
-from cluster.config.key_store import KeyStoreConfig
-from cluster.config.keys import KeyConfig
+from deployments.config.files import problems_of
+from deployments.config.key_store import KeyStoreConfig
+from deployments.config.keys import KeyConfig
 from deployments.wire.errors import StoreError
 
 if TYPE_CHECKING:

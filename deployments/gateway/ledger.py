@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import NamedTuple
 
-from cluster.config.keys import KeyConfig
+from deployments.config.keys import KeyConfig
 from deployments.gateway.key_store import ANSWER_S, Batch, KeyStore, Row, Usage, Used
 from deployments.gateway.request_log import RequestRecord
 from deployments.wire.errors import BudgetError, StoreError

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar, cast
 
 from limits.errors import StorageError
 
-from cluster.config.keys import KeyConfig
+from deployments.config.keys import KeyConfig
 from deployments.wire.answer import Headers
 from deployments.wire.errors import PromptTooLongError, RateLimitError
 

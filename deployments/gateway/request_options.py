@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from apar_core.errors import RequestError
-from cluster.config.keys import MAX_PRIORITY, KeyConfig
+from deployments.config.keys import MAX_PRIORITY, KeyConfig
 from deployments.wire.answer import Headers
 from deployments.wire.request import (
     MAX_DEADLINE_MS,

@@ -13,16 +13,16 @@ from pydantic import (
     ValidationError,
 )
 
-from cluster.config import ClusterConfig, ConfigError, problems_of
-from cluster.config.cors import CorsConfig
-from cluster.config.key_store import KeyStoreConfig
-from cluster.config.keys import KeyConfig, check_keys, is_loopback
-from cluster.config.limits import LimitsConfig
-from cluster.config.logging import LoggingConfig
-from cluster.config.model import ModelConfig
-from cluster.config.retries import RetryConfig
-from cluster.config.routing import RoutingSettings
-from cluster.config.tracing import TracingConfig
+from deployments.config import ClusterConfig, ConfigError, problems_of
+from deployments.config.cors import CorsConfig
+from deployments.config.key_store import KeyStoreConfig
+from deployments.config.keys import KeyConfig, check_keys, is_loopback
+from deployments.config.limits import LimitsConfig
+from deployments.config.logging import LoggingConfig
+from deployments.config.model import ModelConfig
+from deployments.config.retries import RetryConfig
+from deployments.config.routing import RoutingSettings
+from deployments.config.tracing import TracingConfig
 
 
 class ServedModel(BaseModel):

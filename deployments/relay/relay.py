@@ -18,7 +18,7 @@ from starlette.types import Send
 
 from apar_core.errors import CapacityError
 from apar_core.journal import JournalBook
-from cluster.config.retries import (
+from deployments.config.retries import (
     FIRST_PAUSE_S,
     MAX_DEATHS,
     RetryConfig,

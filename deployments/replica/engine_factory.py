@@ -37,7 +37,7 @@ from apar_core.vllm_names import (
     init_app_state,
     make_arg_parser,
 )
-from cluster.metrics.counting import Counter, Histogram
+from deployments.metrics.counting import Counter, Histogram
 from deployments.replica.apar_extension import Parsers
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.stream_start import start_streams_late

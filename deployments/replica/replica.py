@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 from starlette.types import ASGIApp
 
-from cluster.autoscaling import ReplicaReport
-from cluster.config.logging import LoggingConfig
-from cluster.config.tracing import TracingConfig
-from cluster.logs import ProcessLogs
-from cluster.metrics.node import ProcessMetrics
+from deployments.autoscaling import ReplicaReport
+from deployments.config.logging import LoggingConfig
+from deployments.config.tracing import TracingConfig
+from deployments.logs import ProcessLogs
+from deployments.metrics.node import ProcessMetrics
 from deployments.replica.answering import Answering
 from deployments.replica.apar_extension import AparExtension
 from deployments.replica.listener import Listener

@@ -14,8 +14,8 @@ from ray.serve._private.constants import SERVE_NAMESPACE
 
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.tree.statistics import TreeStatistics
-from cluster.metrics import catalogue
-from cluster.metrics.recorder import FlushTimer, Recorder
+from deployments.metrics import catalogue
+from deployments.metrics.recorder import FlushTimer, Recorder
 
 _REQUEST_COUNTERS = (
     catalogue.ATTENDED_TOKENS,

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from apar_core.engine.start_stages import describe_error
 from apar_core.errors import AparError
-from cluster.config import StartError
+from deployments.config import StartError
 
 _MAX_CHARS = 500
 # Advice of vLLM and others, which names options of their own.

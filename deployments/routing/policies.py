@@ -2,7 +2,7 @@
 
 To add a policy:
 
-1. Name it in `RoutingPolicy` (`cluster/config/routing.py`), so that `routing.policy` accepts it.
+1. Name it in `RoutingPolicy` (`deployments/config/routing.py`): `routing.policy` accepts it.
 2. Write a subclass of `Router` here and implement `pick`; `FewestRequests` is a short example and
    `ThreadRouter`, the default policy, a full one.
 3. Add it to `POLICIES` at the end of this file.
@@ -23,7 +23,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.config.routing import RoutingPolicy, RoutingSettings
+from deployments.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.table import Forecast, Forecaster, ReplicaTable
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.load import ReplicaLoad

@@ -14,7 +14,7 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
 from ray.serve.config import RequestRouterConfig
 
-from cluster.config.routing import RoutingSettings
+from deployments.config.routing import RoutingSettings
 
 # Ray pickles this module by value, with the objects it imports. A module is pickled by reference,
 # so that all handles in a process find the same ROUTERS.

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 
-from cluster.config.routing import RoutingSettings
+from deployments.config.routing import RoutingSettings
 from deployments.routing.policies import Reason, build_router
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.frames import Address

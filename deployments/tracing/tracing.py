@@ -21,7 +21,7 @@ from opentelemetry.trace import Span, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from cluster.config.tracing import TracingConfig
+from deployments.config.tracing import TracingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.config.keys import KeyConfig
+from deployments.config.keys import KeyConfig
 
 _TEXT = {"type": "string"}
 _DAY = {"type": "string", "format": "date"}

@@ -53,11 +53,12 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from cluster.client_headers import STEERING_HEADERS, middlewares
-from cluster.local_ray import _UNNEEDED, SERVE_FLAGS, serve_environment
-from cluster.serve_controller import GCS_TIMEOUT_S
+from cluster.local_ray import _UNNEEDED, serve_environment
+from deployments.client_headers import STEERING_HEADERS, middlewares
 from deployments.relay.replica_calls import TOO_LARGE
 from deployments.routing.ray_router import ThreadRequestRouter
+from deployments.serve_controller import GCS_TIMEOUT_S
+from deployments.serve_flags import SERVE_FLAGS
 
 SERVE = Path(inspect.getfile(serve_private)).parent
 RAYLET: Any = _raylet

@@ -401,11 +401,11 @@ SIGNATURES = (
 
 
 ATTRIBUTES = (
-    Attributes(prometheus_client.Counter, "_value", "cluster/metrics/counting.py counts in it"),
+    Attributes(prometheus_client.Counter, "_value", "deployments/metrics/counting.py counts in it"),
     Attributes(
         prometheus_client.Histogram,
         "_sum _buckets _upper_bounds",
-        "cluster/metrics/counting.py counts in them",
+        "deployments/metrics/counting.py counts in them",
     ),
     Attributes(
         Scheduler,
@@ -626,13 +626,13 @@ PASSAGES = (
     Passage(
         prometheus_client.Counter.inc,
         r"if amount < 0: raise ValueError\(.* self\._value\.inc\(amount\) if exemplar:",
-        "cluster/metrics/counting.py does the same, without exemplars",
+        "deployments/metrics/counting.py does the same, without exemplars",
     ),
     Passage(
         prometheus_client.Histogram.observe,
         r"self\._sum\.inc\(amount\) for i, bound in enumerate\(self\._upper_bounds\): "
         r"if amount <= bound: self\._buckets\[i\]\.inc\(1\) if exemplar:",
-        "cluster/metrics/counting.py does the same, without exemplars",
+        "deployments/metrics/counting.py does the same, without exemplars",
     ),
     Passage(
         prometheus_client.Counter.labels,

@@ -5,7 +5,7 @@ from typing import Any
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from cluster.config.tracing import TracingConfig
+from deployments.config.tracing import TracingConfig
 from deployments.tracing.tracing import Tracing
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.config.logging import LoggingConfig
-from cluster.logs import ProcessLogs
+from deployments.config.logging import LoggingConfig
+from deployments.logs import ProcessLogs
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from threading import Thread
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Kind, Metric
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Kind, Metric
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from cluster.config.keys import KeyConfig, hash_of
+from deployments.config.keys import KeyConfig, hash_of
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.settings import GatewaySettings, ServedModel
 from deployments.relay.relay import Progress

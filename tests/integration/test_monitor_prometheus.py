@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.metrics import catalogue
 from cluster.monitor.overview import ClusterHistory
 from cluster.monitor.series import buckets, histogram_quantile, summed
 from cluster.monitor.sources import PagesSource, PrometheusSource
+from deployments.metrics import catalogue
 from tests.fakes.metrics_page import busy_page, served
 from tests.integration.prometheus_process import needs_prometheus, prometheus
 

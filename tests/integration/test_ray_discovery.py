@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.metrics import DEFAULT_PORT
 from cluster.local_ray import free_port
 from dashboards.prometheus import RuleSettings
 from dashboards.prometheus.files import own_files, write
 from dashboards.prometheus.settings import CLUSTER, RAY_DASHBOARD, RAY_FILE, NotifySettings
+from deployments.config.metrics import DEFAULT_PORT
 from tests.integration.prometheus_process import Prometheus, needs_prometheus, prometheus
 from tests.integration.serving.apar_process import session_members
 

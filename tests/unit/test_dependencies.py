@@ -1,7 +1,7 @@
 """Imports point down, without cycles, and each library is imported only in its place.
 
-Packages: deployments -> cluster -> apar_core. Inside deployments:
-app -> gateway -> relay, routing -> wire <- replica.
+Packages: cluster -> deployments -> apar_core. Inside deployments:
+app -> gateway -> relay, routing -> wire <- replica, all above metrics -> config.
 """
 
 from __future__ import annotations
@@ -23,20 +23,13 @@ REPOSITORY_ONLY = {"benchmarks", "k8s", "tests"}
 
 FORBIDDEN = {
     "apar_core": {"cluster", "dashboards", "deployments", "ray", "fastapi", "starlette"},
-    "cluster": {"cluster.cli", "cluster.simulation", "dashboards", "deployments"},
+    "cluster": {"dashboards"},
     # The dashboards are generated from the metric catalogue, without a running process.
-    "dashboards": {"apar_core", "cluster.cli", "deployments", "ray", "vllm"},
-    "deployments": {"cluster.cli", "cluster.simulation", "dashboards"},
+    "dashboards": {"apar_core", "cluster", "ray", "vllm"},
+    "deployments": {"cluster", "dashboards"},
 }
-# The command line is the top layer although it lies in `cluster`: it starts the application, and
-# none of the packages may import it.
-# The cluster simulation lies beside it: it runs the application's own router and autoscaler.
 # The console script starts the command line from a package whose name is ours alone.
-FORBIDDEN_ABOVE_ALL = {
-    Path("apar_core/command.py"): {"dashboards", "deployments"},
-    Path("cluster/cli"): {"dashboards"},
-    Path("cluster/simulation"): {"cluster.cli", "dashboards"},
-}
+COMMAND = Path("apar_core/command.py")
 WORKLOAD = Path("apar_core/workload")
 FORBIDDEN_IN_WORKLOAD = {
     f"apar_core.offline.{name}" for name in ("decoders", "evaluation", "speculation", "training")
@@ -80,13 +73,24 @@ LAYERS = {
         "generation": {"data", "evaluation", "training"},
     },
     "deployments": {
-        "app": {"gateway", "relay", "replica", "routing", "tracing", "wire"},
-        "gateway": {"relay", "routing", "tracing", "wire"},
-        "relay": {"routing", "wire"},
-        "replica": {"tracing", "wire"},
-        "routing": {"wire"},
-        "tracing": set(),
-        "wire": set(),
+        "app": {
+            "config",
+            "gateway",
+            "metrics",
+            "relay",
+            "replica",
+            "routing",
+            "tracing",
+            "wire",
+        },
+        "gateway": {"config", "metrics", "relay", "routing", "tracing", "wire"},
+        "relay": {"config", "routing", "wire"},
+        "replica": {"config", "metrics", "tracing", "wire"},
+        "routing": {"config", "wire"},
+        "tracing": {"config"},
+        "wire": {"config"},
+        "metrics": {"config"},
+        "config": set(),
     },
 }
 
@@ -154,8 +158,7 @@ def imported_modules(source: str) -> Iterator[tuple[int, str]]:
 def violations(package: str, path: Path, source: str) -> list[str]:
     """Describe the forbidden imports of a module; `path` is relative to the repository."""
     subpackage = path.parts[1] if len(path.parts) > 2 else ""
-    above = [rules for folder, rules in FORBIDDEN_ABOVE_ALL.items() if path.is_relative_to(folder)]
-    rules = above[0] if above else FORBIDDEN[package]
+    rules = FORBIDDEN["cluster" if path == COMMAND else package]
     if path.is_relative_to(WORKLOAD):
         rules = rules | FORBIDDEN_IN_WORKLOAD
     found = []
@@ -317,35 +320,39 @@ def test_the_layers_find_what_they_should(path: str, source: str, num_violations
         ),
         ("apar_core", "apar_core/engine/plugin.py", "def late():\n    import ray", ["ray"]),
         (
-            "cluster",
-            "cluster/router.py",
-            "from deployments import replica",
-            ["deployments.replica"],
+            "deployments",
+            "deployments/logs.py",
+            "from cluster import local_ray",
+            ["cluster.local_ray"],
         ),
-        ("deployments", "deployments/replica/replica.py", "import vllm, ray, cluster.config", []),
+        ("deployments", "deployments/replica/replica.py", "import vllm, ray, apar_core.tree", []),
         (
-            "cluster",
-            "cluster/config.py",
-            "import importlib\nimportlib.import_module('deployments')",
-            ["deployments"],
+            "deployments",
+            "deployments/logs.py",
+            "import importlib\nimportlib.import_module('cluster')",
+            ["cluster"],
         ),
         (
-            "cluster",
-            "cluster/config.py",
-            "MODULE = 'deployments.app.service'\nimport_module(MODULE)",
-            ["deployments.app.service"],
+            "deployments",
+            "deployments/logs.py",
+            "MODULE = 'cluster.local_ray'\nimport_module(MODULE)",
+            ["cluster.local_ray"],
         ),
-        ("cluster", "cluster/config.py", "def load(name):\n    __import__(name)", ["<computed>"]),
         (
-            "cluster",
-            "cluster/config.py",
-            "CLASS = 'deployments.replica.replica:Replica'",
-            ["deployments.replica.replica"],
+            "deployments",
+            "deployments/logs.py",
+            "def load(name):\n    __import__(name)",
+            ["<computed>"],
         ),
-        ("cluster", "cluster/config.py", "'deployments.of_no_such_module'", []),
-        ("cluster", "cluster/config.py", "'''See deployments.app.service for more.'''", []),
+        (
+            "deployments",
+            "deployments/logs.py",
+            "NAME = 'cluster.local_ray:local_ray'",
+            ["cluster.local_ray"],
+        ),
+        ("deployments", "deployments/logs.py", "'cluster.of_no_such_module'", []),
+        ("deployments", "deployments/logs.py", "'''See cluster.local_ray for more.'''", []),
         ("cluster", "cluster/cli/serve.py", "from deployments.app.service import running", []),
-        ("cluster", "cluster/config.py", "from cluster.cli import serve", ["cluster.cli.serve"]),
         ("deployments", "deployments/app/service.py", "import cluster.cli", ["cluster.cli"]),
         ("deployments", "deployments/app/service.py", "import benchmarks", ["benchmarks"]),
         ("apar_core", "apar_core/tree/restore.py", "import_module('vllm')", ["vllm"]),

@@ -7,7 +7,7 @@ import httpx
 import openai
 import yaml
 
-from cluster.config.keys import hash_of
+from deployments.config.keys import hash_of
 from tests.integration.k8s.pods_by_hand import TOKEN, HandMadePod, HandMadePods
 
 KEY = "apar-alice"

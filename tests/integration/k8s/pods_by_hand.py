@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from cluster.local_ray import write_haproxy_wrapper
+from cluster.haproxy import write_haproxy_wrapper
 from tests.fakes.overlays import Object, Pod, of_kind
 
 REPOSITORY = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config.model import PRESETS
+from deployments.config.model import PRESETS
 from tests.fakes.apar_command import APAR
 
 GUIDELLM = "APAR_GUIDELLM"

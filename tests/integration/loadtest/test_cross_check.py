@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from apar_core.offline.evaluation.prompt_sets import held_out_questions
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Metric
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Metric
 from tests.fakes.chat_server import Reply, chat_server
 from tests.integration.loadtest.peer_clients import (
     GUIDELLM,

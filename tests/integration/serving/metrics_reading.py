@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics.catalogue import EVENT_LOOP_LAG, Metric
+from deployments.metrics.catalogue import EVENT_LOOP_LAG, Metric
 from tests.integration.serving.apar_process import Server
 
 SETTLE_S = 40.0

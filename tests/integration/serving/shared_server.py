@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.config.keys import KeyConfig, hash_of
+from deployments.config.keys import KeyConfig, hash_of
 from deployments.gateway.rate_limits import WINDOW_S
 from tests.fakes.otlp_collector import Collector
 from tests.integration.serving.apar_process import TINY, TOKEN, Server

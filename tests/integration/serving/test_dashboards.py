@@ -13,11 +13,11 @@ import httpx
 import pytest
 import yaml
 
-from cluster.config.keys import KeyConfig, hash_of
 from cluster.local_ray import free_port
-from cluster.metrics import catalogue
 from dashboards.prometheus.files import FOLDER
 from dashboards.prometheus.settings import ScrapeSettings, prometheus_config
+from deployments.config.keys import KeyConfig, hash_of
+from deployments.metrics import catalogue
 from tests.fakes.grafana import (
     PanelQuery,
     QueryError,

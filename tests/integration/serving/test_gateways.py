@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.config.keys import hash_of
+from deployments.config.keys import hash_of
 from tests.integration.serving.apar_process import (
     ENGINE,
     GATEWAY,

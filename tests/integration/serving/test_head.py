@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.local_ray import free_port, serve_environment, write_haproxy_wrapper
-from cluster.metrics import catalogue
+from cluster.haproxy import write_haproxy_wrapper
+from cluster.local_ray import free_port, serve_environment
+from deployments.metrics import catalogue
 from tests.fakes.tools import needs
 from tests.integration.serving.apar_process import ENGINE, TINY, serving, session_members
 from tests.integration.serving.kill_run import healthy

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.config.keys import hash_of
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Kind
+from deployments.config.keys import hash_of
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Kind
 from tests.integration.serving.apar_process import ENGINE, REPLICA, TINY, Server, serving, slowed
 from tests.integration.serving.metrics_reading import (
     OURS,

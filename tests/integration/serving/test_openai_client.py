@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from cluster.metrics import catalogue
+from deployments.metrics import catalogue
 from tests.integration.serving.apar_process import ENGINE, Server, held
 from tests.integration.serving.metrics_reading import metrics_url, read_when
 

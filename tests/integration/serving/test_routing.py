@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.config.model import ModelConfig
-from cluster.config.routing import RoutingSettings
 from cluster.local_ray import free_port, local_ray
+from deployments.config import ClusterConfig
+from deployments.config.model import ModelConfig
+from deployments.config.routing import RoutingSettings
 from deployments.gateway.body import RequestBody
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import ROUTERS, SharedRouter

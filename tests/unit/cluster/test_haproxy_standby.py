@@ -12,8 +12,9 @@ import httpx
 import psutil
 import pytest
 
+from cluster.haproxy import write_haproxy_wrapper
 from cluster.haproxy_standby import LATEST, STANDBY
-from cluster.local_ray import free_port, write_haproxy_wrapper
+from cluster.local_ray import free_port
 
 WAIT_S = 120.0
 CONFIGURATION = """

@@ -24,22 +24,20 @@ import httpx
 import psutil
 import pytest
 
-from cluster.config import ClusterConfig, StartError
-from cluster.config.connections import ConnectionsConfig
-from cluster.config.files import SecretError
-from cluster.config.tls import TlsConfig
+from cluster.haproxy import replace_certificate, write_haproxy_wrapper
 from cluster.local_ray import (
-    HAPROXY_SETTINGS,
-    SERVE_FLAGS,
     adopt_orphans,
     end_descendants,
     free_port,
     local_ray,
     reap_orphans,
-    replace_certificate,
     serve_environment,
-    write_haproxy_wrapper,
 )
+from deployments.config import ClusterConfig, StartError
+from deployments.config.connections import ConnectionsConfig
+from deployments.config.files import SecretError
+from deployments.config.tls import TlsConfig
+from deployments.serve_flags import HAPROXY_SETTINGS, SERVE_FLAGS
 from tests.fakes.tools import needs
 
 # A process that ignores SIGTERM, started by one that ends at once, so that it is an orphan.

@@ -13,16 +13,16 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from cluster.config import ClusterConfig
-from cluster.config.autoscaling import AutoscalingConfig
-from cluster.config.limits import LimitsConfig
-from cluster.config.logging import LoggingConfig
-from cluster.config.metrics import MetricsConfig
-from cluster.config.model import ForkLimits
-from cluster.config.retries import RetryConfig
-from cluster.config.routing import RoutingSettings
-from cluster.config.tracing import TracingConfig
-from cluster.metrics import catalogue
+from deployments.config import ClusterConfig
+from deployments.config.autoscaling import AutoscalingConfig
+from deployments.config.limits import LimitsConfig
+from deployments.config.logging import LoggingConfig
+from deployments.config.metrics import MetricsConfig
+from deployments.config.model import ForkLimits
+from deployments.config.retries import RetryConfig
+from deployments.config.routing import RoutingSettings
+from deployments.config.tracing import TracingConfig
+from deployments.metrics import catalogue
 from docs.build import PAGES, ROOT, dead_links, documents, page_of, references
 
 # Entries of the log name files of their commit.

@@ -9,7 +9,7 @@ import yaml
 from compose_spec import PyCompose
 
 from cluster.cli.main import app
-from cluster.config import load_config
+from deployments.config import load_config
 from deployments.gateway.health import LIVE_PATH
 
 REPOSITORY = Path(__file__).parents[3]

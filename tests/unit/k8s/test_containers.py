@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local_ray import write_haproxy_wrapper
+from cluster.haproxy import write_haproxy_wrapper
 
 REPOSITORY = Path(__file__).parents[3]
 FILES = sorted((REPOSITORY / "containers").glob("Dockerfile.*"))

@@ -8,10 +8,10 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config.metrics import DEFAULT_PORT
 from dashboards.grafana import dashboards
 from dashboards.prometheus.rule import JOB
 from deployments.app.kuberay import arguments_of
+from deployments.config.metrics import DEFAULT_PORT
 from k8s.__main__ import FILE, prometheus_rule
 from k8s.__main__ import main as write_rule
 from tests.fakes.overlays import (

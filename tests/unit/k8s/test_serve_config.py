@@ -16,13 +16,13 @@ from ray.serve.schema import (
 )
 
 from apar_core.step_costs.gpus import find_gpu
-from cluster.config import ConfigError
-from cluster.config.model import ModelConfig
-from cluster.local_ray import HAPROXY_SETTINGS, SERVE_FLAGS
 from deployments.app.ingress import GATEWAY
 from deployments.app.kuberay import KubeRayArguments, application, arguments_of
 from deployments.app.weights import repositories
+from deployments.config import ConfigError
+from deployments.config.model import ModelConfig
 from deployments.gateway.settings import in_place_settings
+from deployments.serve_flags import HAPROXY_SETTINGS, SERVE_FLAGS
 from tests.fakes.overlays import (
     K8S,
     NEEDS_KUBECTL,

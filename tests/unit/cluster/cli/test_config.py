@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import load_config
+from deployments.config import load_config
 from tests.fakes.apar_command import apar
 
 FILE = """\

@@ -23,7 +23,7 @@ from cluster.cli.doctor import (
     hub_problem,
     installed_versions,
 )
-from cluster.config.model import PRESETS
+from deployments.config.model import PRESETS
 from tests.fakes.apar_command import apar
 from tests.fakes.small_tokenizers import byte_level_tokenizer
 

@@ -8,8 +8,8 @@ import pytest
 
 from apar_core.models.smollm2 import APAR_SMOLLM2, SMOLLM2
 from cluster.cli.doctor import Finding, check_checkpoint, check_fetched
-from cluster.config import ConfigError
-from cluster.config.model import ModelConfig, model_path, served_by_default
+from deployments.config import ConfigError
+from deployments.config.model import ModelConfig, model_path, served_by_default
 from tests.fakes.apar_command import run
 
 NOT_THERE = "smollm2-135m is not on this machine yet"

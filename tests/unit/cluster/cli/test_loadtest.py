@@ -15,7 +15,7 @@ import pytest
 
 from apar_core.workload.trace import read_trace
 from cluster.local_ray import free_port
-from cluster.metrics import catalogue
+from deployments.metrics import catalogue
 from tests.fakes import apar_command
 from tests.fakes.apar_command import APAR
 from tests.fakes.chat_server import Reply, chat_server

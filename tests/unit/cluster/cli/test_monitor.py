@@ -15,9 +15,9 @@ import pytest
 
 from cluster.cli.monitor import history_for
 from cluster.local_ray import free_port
-from cluster.metrics import catalogue
 from cluster.monitor.series import Snapshot
 from cluster.monitor.sources import PagesSource, parse_page
+from deployments.metrics import catalogue
 from tests.fakes.apar_command import APAR, apar
 from tests.fakes.metrics_page import busy_page, served
 

@@ -21,8 +21,8 @@ from apar_core.step_costs.files import write_costs
 from apar_core.step_costs.models import find_model
 from apar_core.vllm_names import FullAttentionSpec
 from cluster.cli.plan import EngineOptions
-from cluster.config import ClusterConfig, load_config
 from deployments.app.application import engine_arguments
+from deployments.config import ClusterConfig, load_config
 from tests.fakes.apar_command import apar
 from tests.fakes.overlays import K8S
 from tests.unit.cluster.sizing.small_replica import CONFIG, COSTS

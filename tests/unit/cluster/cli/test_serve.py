@@ -19,7 +19,7 @@ from cluster.cli.serve import (
     state_path,
     write_state,
 )
-from cluster.config import ClusterConfig, ConfigError
+from deployments.config import ClusterConfig, ConfigError
 from tests.fakes.apar_command import apar
 
 PORT = 8123

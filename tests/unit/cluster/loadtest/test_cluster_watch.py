@@ -4,9 +4,9 @@ import pytest
 
 from cluster.loadtest.watches import ClusterWatch
 from cluster.local_ray import free_port
-from cluster.metrics import catalogue
 from cluster.monitor.overview import MonitorError
 from cluster.monitor.sources import PagesSource
+from deployments.metrics import catalogue
 from tests.fakes.metrics_page import PageServer, busy_page, served
 from tests.fakes.waiting import until
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from apar_core.errors import EvaluationError
-from cluster.config.model import PRESETS
 from cluster.loadtest.jobs import Job, ModelCard, PlannedJobs, WorkloadSettings, build_jobs
+from deployments.config.model import PRESETS
 
 CARD = ModelCard(id="apar-tiny", root=PRESETS["apar-tiny"].path, max_model_len=1024)
 LIST = "Two tips:\n\n1. Tune first: check every string.\n2. Play slowly: speed comes by itself."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.metrics import catalogue
 from cluster.monitor.overview import ClusterHistory, ModelFigures
 from cluster.monitor.series import Snapshot
 from cluster.monitor.sources import parse_page
+from deployments.metrics import catalogue
 from tests.fakes.metrics_page import MetricsPage, busy_page
 
 OF = {"model": "apar-tiny", "replica": "r1"}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.metrics import catalogue
 from cluster.monitor.rates import History, increase
 from cluster.monitor.series import SeriesKey, Snapshot, total
+from deployments.metrics import catalogue
 
 PAGE = "http://node/metrics"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.metrics import catalogue
 from cluster.monitor.rates import History, Rates, Reports
 from cluster.monitor.series import SeriesKey, Snapshot, total
+from deployments.metrics import catalogue
 
 QUIET_S = 35.0
 TOKENS_PER_S = 100.0

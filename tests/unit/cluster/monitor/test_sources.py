@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cluster.local_ray import free_port
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Kind
 from cluster.monitor.series import buckets, exported_names, largest, summed
 from cluster.monitor.sources import PageError, PagesSource, PrometheusSource, page_url, parse_page
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Kind
 from tests.fakes.metrics_page import MetricsPage, busy_page, served
 
 OTHERS = (

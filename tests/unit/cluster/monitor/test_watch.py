@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.metrics import catalogue
 from cluster.monitor.overview import ClusterHistory, MonitorError, Watch
 from cluster.monitor.sources import PagesSource
+from deployments.metrics import catalogue
 from tests.fakes.metrics_page import busy_page, served
 
 

@@ -8,14 +8,14 @@ import pytest
 from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepCosts
 from apar_core.virtual.text import checkpoint_tokens
-from cluster.config.model import ModelConfig
-from cluster.config.retries import RetryConfig
-from cluster.config.routing import RoutingPolicy
 from cluster.simulation.cluster import Cluster, ClusterRun
 from cluster.simulation.measures import Slo, measure, ratio, summarise
 from cluster.simulation.report import simulation_report
 from cluster.simulation.runs import Case, SimulationSettings, run_case
 from cluster.simulation.workload import Answer, RecordedArrivals, RecordedData, SimRequest
+from deployments.config.model import ModelConfig
+from deployments.config.retries import RetryConfig
+from deployments.config.routing import RoutingPolicy
 
 TOKENS = checkpoint_tokens()
 COSTS = StepCosts("test GPU", "predicted", "made up", ((1, 0.01), (64, 0.02)), 1e-6)

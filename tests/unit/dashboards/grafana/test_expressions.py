@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Kind, Metric
 from dashboards.prometheus import rule_groups
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Kind, Metric
 from tests.fakes.grafana import View, all_queries, boards
 from tests.fakes.tools import needs
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.metrics import catalogue as of
-from cluster.metrics.catalogue import Metric
 from dashboards.grafana import promql
 from dashboards.grafana.figure5 import classed, spread, while_in
 from dashboards.grafana.panels import SECONDS
+from deployments.metrics import catalogue as of
+from deployments.metrics.catalogue import Metric
 from tests.fakes.grafana import View, all_queries, boards
 from tests.fakes.tools import needs
 

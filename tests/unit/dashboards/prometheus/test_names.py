@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Kind
 from dashboards.prometheus import rule_groups
 from dashboards.prometheus.rule import CLUSTER
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Kind
 from tests.fakes.grafana import all_queries
 
 RULES = [rule for group in rule_groups() for rule in group["rules"]]

@@ -16,17 +16,23 @@ from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.engine.replay import REPLAY
 from apar_core.models.apar_tiny_prompts import prompts_path
 from apar_core.scheduler.fork_settings import fork_settings
-from cluster.config import ClusterConfig
-from cluster.config.model import PRESETS, AdapterConfig, ForkLimits, ModelConfig, PromptChainConfig
-from cluster.local_ray import APPLICATION_FLAGS
 from deployments.app import application
 from deployments.app.application import (
     build_application,
     engine_arguments,
     replica_environment,
 )
+from deployments.config import ClusterConfig
+from deployments.config.model import (
+    PRESETS,
+    AdapterConfig,
+    ForkLimits,
+    ModelConfig,
+    PromptChainConfig,
+)
 from deployments.gateway.settings import GatewaySettings, ServedModel
 from deployments.replica.replica import ReplicaSettings
+from deployments.serve_flags import APPLICATION_FLAGS
 
 
 def deployments(config: ClusterConfig) -> tuple[GatewaySettings, list[Any]]:

@@ -9,10 +9,6 @@ from ray import cloudpickle
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
-from cluster.autoscaling import ReplicaReport
-from cluster.config import ClusterConfig
-from cluster.config.autoscaling import AutoscalingConfig
-from cluster.config.model import ModelConfig
 from deployments.app.autoscaling import (
     ModelPolicy,
     gateway_autoscaling,
@@ -20,6 +16,10 @@ from deployments.app.autoscaling import (
     model_autoscaling,
 )
 from deployments.app.waiting_board import BOARD, MAX_AGE_S, WaitingBoard
+from deployments.autoscaling import ReplicaReport
+from deployments.config import ClusterConfig
+from deployments.config.autoscaling import AutoscalingConfig
+from deployments.config.model import ModelConfig
 
 MODEL = ModelConfig(
     autoscaling=AutoscalingConfig(max_replicas=4, target_threads=10, upscale_delay_s=0)

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.config import ClusterConfig
-from cluster.config.autoscaling import AutoscalingConfig
-from cluster.config.keys import KeyConfig, hash_of
-from cluster.config.limits import LimitsConfig
-from cluster.config.model import ModelConfig
 from deployments.app import gateway_group
 from deployments.app.autoscaling import gateway_autoscaling, num_nodes
 from deployments.app.gateway_group import ActorCalls, GroupMember, SharedState
+from deployments.config import ClusterConfig
+from deployments.config.autoscaling import AutoscalingConfig
+from deployments.config.keys import KeyConfig, hash_of
+from deployments.config.limits import LimitsConfig
+from deployments.config.model import ModelConfig
 from deployments.gateway.callers import Caller
 from deployments.gateway.gateway import Gateway
 from deployments.wire.answer import AnswerStart

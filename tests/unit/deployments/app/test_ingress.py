@@ -9,15 +9,15 @@ import httpx
 import pytest
 import yaml
 
-from cluster.config.keys import KeyConfig, hash_of
-from cluster.config.limits import LimitsConfig
-from cluster.config.logging import LoggingConfig
-from cluster.config.routing import RoutingPolicy, RoutingSettings
-from cluster.metrics.catalogue import SETTINGS_REFUSED
 from deployments.app import ingress as ingress_module
 from deployments.app.autoscaling import gateway_report
 from deployments.app.ingress import IngressSettings
+from deployments.config.keys import KeyConfig, hash_of
+from deployments.config.limits import LimitsConfig
+from deployments.config.logging import LoggingConfig
+from deployments.config.routing import RoutingPolicy, RoutingSettings
 from deployments.gateway.settings import GatewaySettings
+from deployments.metrics.catalogue import SETTINGS_REFUSED
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerStart
 from tests.fakes.bare_ingress import BareIngress

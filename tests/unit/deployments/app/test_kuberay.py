@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError
-from cluster.local_ray import SERVE_FLAGS
 from deployments.app.kuberay import application, arguments_of
+from deployments.config import ConfigError
+from deployments.serve_flags import SERVE_FLAGS
 
 TINY: dict[str, Any] = {"checkpoint": "apar-tiny", "cpu_threads": 2}
 OPEN: dict[str, Any] = {"allow_anonymous": True, "models": [TINY], "drain_s": 7}

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import ClusterConfig, ConfigError
-from cluster.config.model import ModelConfig
 from deployments.app.service import changes, check_change, steps
+from deployments.config import ClusterConfig, ConfigError
+from deployments.config.model import ModelConfig
 
 
 def config(*models: ModelConfig | str, **fields: Any) -> ClusterConfig:

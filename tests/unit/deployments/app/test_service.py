@@ -4,9 +4,9 @@ import pytest
 from ray.exceptions import RaySystemError
 from ray.serve.config import HTTPOptions
 
-from cluster.config import ClusterConfig, StartError
-from cluster.config.model import ModelConfig
 from deployments.app.service import running_service
+from deployments.config import ClusterConfig, StartError
+from deployments.config.model import ModelConfig
 
 
 def test_ray_serve_that_does_not_start_is_reported_and_shut_down(

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.config.model import ForkLimits, ModelConfig
 from deployments.app.application import Surroundings, build_application
 from deployments.app.ingress import IngressSettings
 from deployments.app.service import core_shares
+from deployments.config import ClusterConfig
+from deployments.config.model import ForkLimits, ModelConfig
 
 A, B = ModelConfig(name="a"), ModelConfig(name="b")
 HERE = Surroundings(num_replicas=1, core_shares={"Replica-a": 1})

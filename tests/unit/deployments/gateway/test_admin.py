@@ -8,7 +8,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from cluster.config.key_store import KeyStoreConfig
+from deployments.config.key_store import KeyStoreConfig
 from deployments.gateway.gateway import Gateway
 from deployments.wire.answer import AnswerEnd
 from deployments.wire.own_routes import OWN_OPERATIONS

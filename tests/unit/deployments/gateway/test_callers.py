@@ -7,10 +7,10 @@ import pytest
 import yaml
 from limits.aio.storage import MemoryStorage
 
-from cluster.config.files import SecretError
-from cluster.config.keys import ANONYMOUS, KeyConfig
-from cluster.config.limits import LimitsConfig
-from cluster.config.secret import SecretReference
+from deployments.config.files import SecretError
+from deployments.config.keys import ANONYMOUS, KeyConfig
+from deployments.config.limits import LimitsConfig
+from deployments.config.secret import SecretReference
 from deployments.gateway.callers import Caller, Callers
 from deployments.wire.errors import RateLimitError, UnknownKeyError
 from tests.fakes.replicas import key

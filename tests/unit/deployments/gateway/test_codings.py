@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import zstandard
 
-from cluster.config.limits import LimitsConfig
+from deployments.config.limits import LimitsConfig
 from deployments.wire.routes import ROUTES
 from tests.fakes.replicas import CHAT, answering, bearer, client, key
 

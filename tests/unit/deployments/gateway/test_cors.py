@@ -4,7 +4,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from cluster.config.cors import CorsConfig
+from deployments.config.cors import CorsConfig
 from deployments.gateway.cors import Cors
 from tests.fakes.replicas import CHAT, answering, bearer, client_of, gateway_of, key
 

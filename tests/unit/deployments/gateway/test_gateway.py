@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from apar_core.errors import CapacityError
-from cluster.config.limits import LimitsConfig
+from deployments.config.limits import LimitsConfig
 from deployments.wire.answer import AnswerStart, Piece
 from deployments.wire.errors import BodyTooLargeError, ReplicaLostError
 from tests.fakes.replicas import (

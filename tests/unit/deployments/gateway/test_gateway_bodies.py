@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message
 
 from apar_core.errors import CapacityError
-from cluster.config.limits import LimitsConfig
+from deployments.config.limits import LimitsConfig
 from deployments.gateway.body import MAX_CONTAINERS, MAX_VALUES, BodyBudget, HeldBody
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import ReplicaLostError

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.config.key_store import KeyStoreConfig
+from deployments.config.key_store import KeyStoreConfig
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
 from deployments.gateway.models import Model

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config.keys import new_token
-from cluster.config.limits import LimitsConfig
-from cluster.config.secret import SecretReference
+from deployments.config.keys import new_token
+from deployments.config.limits import LimitsConfig
+from deployments.config.secret import SecretReference
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from tests.fakes.replicas import (

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from cluster.config.keys import ANONYMOUS, KeyConfig, hash_of
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Metric
 from deployments.app.ingress import FrontDoor
+from deployments.config.keys import ANONYMOUS, KeyConfig, hash_of
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of, watch_lag
 from deployments.gateway.request_log import RequestRecord
 from deployments.gateway.shared_places import SharedPlaces
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Metric
 from deployments.relay.relay import Progress
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece

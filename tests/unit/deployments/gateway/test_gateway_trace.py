@@ -10,8 +10,8 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
 from apar_core.journal import ThreadDelta
-from cluster.config.keys import KeyConfig
-from cluster.config.retries import RetryConfig
+from deployments.config.keys import KeyConfig
+from deployments.config.retries import RetryConfig
 from deployments.gateway.gateway_trace import start_trace
 from deployments.routing.shared_router import Routers
 from deployments.tracing import attributes as names

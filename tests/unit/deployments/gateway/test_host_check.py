@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from cluster.config import ClusterConfig
+from deployments.config import ClusterConfig
 from deployments.gateway.host_check import HostCheck
 from deployments.gateway.settings import gateway_settings
 from tests.fakes.replicas import CHAT, answering, client_of, gateway_of

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.keys import KeyConfig, hash_of
 from cluster.local_ray import free_port
+from deployments.config.keys import KeyConfig, hash_of
 from deployments.gateway.key_store import (
     Batch,
     KeyStore,

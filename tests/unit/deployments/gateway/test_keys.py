@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError
-from cluster.config.keys import KeyConfig, hash_of, load_keys
+from deployments.config import ConfigError
+from deployments.config.keys import KeyConfig, hash_of, load_keys
 from deployments.gateway.callers import KeyRing
 from deployments.gateway.key_store import SqliteStore, StoredKey
 from deployments.wire.errors import StoreError, UnknownKeyError

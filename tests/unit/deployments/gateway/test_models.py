@@ -5,7 +5,7 @@ import json
 import pytest
 
 from apar_core.errors import RequestError
-from cluster.config.keys import KeyConfig, hash_of
+from deployments.config.keys import KeyConfig, hash_of
 from deployments.gateway.callers import EVERYONE, Caller
 from deployments.gateway.models import Model, by_name, find_model, list_models
 from deployments.gateway.settings import ServedModel

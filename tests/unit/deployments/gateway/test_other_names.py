@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cluster.config.key_store import KeyStoreConfig
-from cluster.metrics import catalogue
+from deployments.config.key_store import KeyStoreConfig
 from deployments.gateway.gateway import Gateway
+from deployments.metrics import catalogue
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from tests.fakes.replicas import (
     CHAT,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits.aio.storage import MemoryStorage
 
-from cluster.config.keys import KeyConfig, hash_of
-from cluster.config.limits import open_storage
+from deployments.config.keys import KeyConfig, hash_of
+from deployments.config.limits import open_storage
 from deployments.gateway.rate_limits import (
     CounterStore,
     KeyRates,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config.logging import LoggingConfig
-from cluster.logs import ProcessLogs
+from deployments.config.logging import LoggingConfig
+from deployments.logs import ProcessLogs
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from tests.fakes.log_files import lines, process_logs
 from tests.fakes.replicas import CHAT, EVENTS, JSON, FakeReplicas, client

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError
-from cluster.config.keys import KeyConfig, hash_of
-from cluster.config.limits import LimitsConfig
-from cluster.config.logging import LoggingConfig
-from cluster.config.routing import RoutingPolicy, RoutingSettings
 from deployments.app.ingress import IngressSettings
+from deployments.config import ConfigError
+from deployments.config.keys import KeyConfig, hash_of
+from deployments.config.limits import LimitsConfig
+from deployments.config.logging import LoggingConfig
+from deployments.config.routing import RoutingPolicy, RoutingSettings
 from deployments.gateway.settings import GatewaySettings, in_place_settings
 from tests.fakes.bare_ingress import BareIngress
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.keys import KeyConfig, hash_of
-from cluster.config.limits import LimitsConfig
-from cluster.config.secret import SecretReference
 from cluster.local_ray import free_port
+from deployments.config.keys import KeyConfig, hash_of
+from deployments.config.limits import LimitsConfig
+from deployments.config.secret import SecretReference
 from deployments.gateway.callers import Callers
 from deployments.wire.errors import RateLimitError
 from tests.fakes.tools import needs

@@ -6,7 +6,7 @@ import re
 import httpx
 import pytest
 
-from cluster.config import ClusterConfig
+from deployments.config import ClusterConfig
 from deployments.gateway.settings import gateway_settings
 from deployments.gateway.web_page import FOLDER, page_files
 from tests.fakes.replicas import FakeReplicas, client, key

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from apar_core.journal import ThreadDelta
-from cluster.config.retries import RetryConfig
+from deployments.config.retries import RetryConfig
 from deployments.gateway.body import RequestBody
 from deployments.relay.continuation import ClientStream, ContinuationError
 from deployments.relay.relay import Progress, Retries, relay_answer

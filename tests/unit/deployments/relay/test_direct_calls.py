@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from apar_core.journal import ThreadDelta
-from cluster.config.routing import RoutingSettings
+from deployments.config.routing import RoutingSettings
 from deployments.relay.direct_calls import DirectCalls
 from deployments.relay.relay import Progress
 from deployments.replica.listener import Listener

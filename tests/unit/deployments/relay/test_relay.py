@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.config.retries import RetryConfig
+from deployments.config import ClusterConfig
+from deployments.config.retries import RetryConfig
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.settings import gateway_settings
 from deployments.relay.relay import Retries

@@ -8,8 +8,8 @@ from vllm.v1.engine import EngineCoreOutput
 
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.tree.statistics import TreeStatistics
-from cluster.metrics import catalogue
-from cluster.metrics.catalogue import Metric
+from deployments.metrics import catalogue
+from deployments.metrics.catalogue import Metric
 from deployments.replica.replica_metrics import ReplicaMetrics
 
 IDLE: dict[str, Any] = {

@@ -12,7 +12,7 @@ from vllm.renderers.chat_utils import load_chat_template
 
 from apar_core.errors import CheckpointError
 from apar_core.vllm_names import build_app
-from cluster.config.model import ModelConfig
+from deployments.config.model import ModelConfig
 from deployments.replica.apar_extension import Parsers
 from deployments.replica.engine_factory import (
     parsers_of,

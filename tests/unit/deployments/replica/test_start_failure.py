@@ -101,7 +101,8 @@ def test_ray_serves_message_becomes_the_last_error() -> None:
         "RuntimeError: Engine core initialization failed.\n\n"
         "The above exception was the direct cause of the following exception:\n\n"
         "Traceback (most recent call last):\n  ...\n"
-        "cluster.config.files.StartError: ValueError: too small\nRaise `kv_cache_gib`.\nLog: /a.out"
+        "deployments.config.files.StartError: ValueError: too small\n"
+        "Raise `kv_cache_gib`.\nLog: /a.out"
     )
 
     assert last_error(message) == "ValueError: too small\nRaise `kv_cache_gib`.\nLog: /a.out"

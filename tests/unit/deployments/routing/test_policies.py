@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config.routing import RoutingPolicy, RoutingSettings
+from deployments.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.policies import POLICIES, Reason, Router, ThreadRouter, build_router
 from deployments.wire.request import RequestHint
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, PLAIN, busy

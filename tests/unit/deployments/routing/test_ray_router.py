@@ -14,7 +14,7 @@ from ray.serve._private.common import (
 )
 from ray.serve._private.request_router.common import PendingRequest
 
-from cluster.config.routing import RoutingPolicy, RoutingSettings
+from deployments.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing import shared_router
 from deployments.routing.ray_router import ThreadRequestRouter, router_config
 from deployments.routing.shared_router import Routers, SharedRouter

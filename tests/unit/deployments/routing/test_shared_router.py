@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config.routing import RoutingPolicy, RoutingSettings
+from deployments.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import Routers, SharedRouter
 from deployments.wire.frames import Address

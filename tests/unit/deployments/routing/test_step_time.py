@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config.routing import RoutingSettings
+from deployments.config.routing import RoutingSettings
 from deployments.routing.policies import build_router
 from deployments.routing.table import StepTime
 from tests.unit.deployments.routing.loads import FORKED, HINT, IDLE, busy

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from cluster.config import ClusterConfig
 from deployments.app.application import Surroundings, build_application
 from deployments.app.ingress import IngressSettings
+from deployments.config import ClusterConfig
 from deployments.gateway.settings import gateway_settings
 from tests.fakes.replicas import FakeReplicas, gateway_of, settings_of
 

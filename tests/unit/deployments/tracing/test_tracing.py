@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind
 
-from cluster.config.tracing import TracingConfig
 from cluster.local_ray import free_port
+from deployments.config.tracing import TracingConfig
 from deployments.tracing.tracing import Tracing, close_tracing, open_tracing, reopened
 from tests.fakes.otlp_collector import grpc_collector, http_collector
 

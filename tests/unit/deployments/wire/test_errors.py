@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from apar_core.errors import CapacityError, RequestError
-from cluster.metrics import catalogue
+from deployments.metrics import catalogue
 from deployments.wire import errors
 from deployments.wire.errors import (
     REJECTION_REASONS,
