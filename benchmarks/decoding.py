@@ -21,8 +21,8 @@ from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_scripts
 from cluster.cli.terminal import print_table
-from cluster.experiments.fork_cost import fork_cost_table, fork_costs
-from cluster.experiments.program import Submission
+from cluster.lab.experiments.fork_cost import fork_cost_table, fork_costs
+from cluster.lab.experiments.program import Submission
 
 BATCH_SIZES = (1, 32)
 MAX_TOKENS = 600

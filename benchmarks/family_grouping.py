@@ -21,7 +21,7 @@ from rich.table import Table
 from apar_core.attention.families import group_rows
 from apar_core.attention.plan import StepPlanner
 from apar_core.attention.settings import FamilySettings
-from cluster.experiments.settings import machine_name
+from cluster.lab.experiments.settings import machine_name
 
 BLOCK_SIZE = 16
 # 2,048 positions in blocks of 16 tokens, as APAR's released checkpoints have them.

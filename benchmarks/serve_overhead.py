@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from apar_core.offline.data.records import ChatMessage
-from apar_core.workload.arrivals import ClosedLoop
+from cluster.loadtest.arrivals import ClosedLoop
 from cluster.loadtest.client import LoadClient
 from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.load_run import Drive, Stop

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from apar_core.step_costs.models import find_model
 from cluster.cli.plan import EngineOptions, Question
-from cluster.sizing.plan import Load
-from cluster.sizing.replica_run import Slos
-from cluster.sizing.report import candidates_table, recommendation
-from cluster.sizing.requests import Workload
-from cluster.sizing.search import Conditions
+from cluster.lab.sizing.plan import Load
+from cluster.lab.sizing.replica_run import Slos
+from cluster.lab.sizing.report import candidates_table, recommendation
+from cluster.lab.sizing.requests import Workload
+from cluster.lab.sizing.search import Conditions
 
 FILE = Path(__file__).parent / "SIZING.md"
 _LARGE = ("a100-80gb", "h100")

@@ -1,7 +1,7 @@
 """When rows of a step are grouped into families. The defaults are predicted, not measured on a GPU.
 
 A group of rows is read in two passes, over the shared blocks and over the rest of each row, whose
-results are merged. `apar_core/virtual/shared_reads.py` counts what that saves.
+results are merged. `cluster/lab/virtual/shared_reads.py` counts what that saves.
 """
 
 from __future__ import annotations

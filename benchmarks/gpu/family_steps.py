@@ -96,9 +96,9 @@ def numbered(tables: list[Ints]) -> Ints:
 
 def record(traces: dict[str, Path], runs: dict[str, dict[str, Any]]) -> list[Step]:
     """Do runs in virtual time, and return a step of each. `runs` are keys by name of the step."""
-    from apar_core.virtual.executor import VirtualExecutor
-    from cluster.experiments.runs import Worker
-    from cluster.experiments.settings import ExperimentSettings, RunKey
+    from cluster.lab.experiments.runs import Worker
+    from cluster.lab.experiments.settings import ExperimentSettings, RunKey
+    from cluster.lab.virtual.executor import VirtualExecutor
 
     # Per step: the blocks and the tokens of each decoding row.
     seen: list[list[tuple[Ints, int]]] = []

@@ -31,7 +31,7 @@ ls "$work"/vllm-*.whl >/dev/null 2>&1 ||
   "$python" -m pip download "${for_gpu[@]}" --dest "$work" --requirement "$work/vllm.txt"
 "$python" -m zipfile --extract "$work"/vllm-*.whl "$site"
 PYTHONPATH=. "$python" -c 'import sys, pathlib
-from cluster.experiments.engine import write_random_model
+from cluster.lab.experiments.engine import write_random_model
 write_random_model("apar-7b", pathlib.Path(sys.argv[1]))' "$site/apar-7b"
 cp "$answers" "$site/structured.jsonl"
 (

@@ -27,7 +27,7 @@ from benchmarks.gpu.torch_checks import CheckError, Found, Setup, own_answers, r
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
-    from cluster.experiments.validate import ValidationSettings
+    from cluster.lab.experiments.validate import ValidationSettings
 
 _FORK, _TEXT = -1, 300
 # A tree whose tokens are forced: forks beside each other and in one another.
@@ -237,8 +237,8 @@ def _engines(setup: Setup) -> tuple[dict[str, Any], ...]:
 
 def started_engine(setup: Setup) -> Found:
     """Start one engine, and let it generate given tokens with forks; a process of `engine`."""
-    from cluster.experiments.calibrate import calibrated_engine
-    from cluster.experiments.validate import engine_limits
+    from cluster.lab.experiments.calibrate import calibrated_engine
+    from cluster.lab.experiments.validate import engine_limits
 
     number = 4 if setup.is_tiny else 64
     begin_s = time.monotonic()
@@ -285,7 +285,7 @@ def checkpoint(setup: Setup) -> Path:
         if packed:
             shutil.copytree(packed, folder, dirs_exist_ok=True)
         else:
-            from cluster.experiments.engine import write_random_model
+            from cluster.lab.experiments.engine import write_random_model
 
             write_random_model("apar-tiny" if setup.is_tiny else setup.dimensions, folder)
     return folder
@@ -296,7 +296,7 @@ def replay_settings(setup: Setup, engine: Mapping[str, Any]) -> ValidationSettin
 
     engine: arguments that `engine` has found.
     """
-    from cluster.experiments.validate import ValidationSettings
+    from cluster.lab.experiments.validate import ValidationSettings
 
     own: dict[str, Any] = {"answers": 600, "max_tokens": 2048, "limits": (350,)}
     if setup.is_tiny:
@@ -313,8 +313,8 @@ def replay_settings(setup: Setup, engine: Mapping[str, Any]) -> ValidationSettin
 
 def replay(setup: Setup) -> Found:
     """Measure runs and a grid of steps in one engine; what is measured is kept, run by run."""
-    from cluster.experiments.settings import machine_name
-    from cluster.experiments.validate import measure_runs, run_name, run_points
+    from cluster.lab.experiments.settings import machine_name
+    from cluster.lab.experiments.validate import measure_runs, run_name, run_points
 
     settings = replay_settings(setup, setup.results["engine"]["arguments"])
     store = measure_runs(settings, setup.work / "replay", _printed)
@@ -371,9 +371,9 @@ def triton_families(setup: Setup) -> Found:
 def _replayed(setup: Setup, arguments: Mapping[str, Any], *, has_one_run: bool = False) -> Found:
     """Do runs of `replay` in an engine with other arguments and as many KV blocks."""
     from apar_core.offline.evaluation.replay_text import load_text
-    from cluster.experiments.calibrate import calibrated_engine
-    from cluster.experiments.engine import ExperimentEngine, hidden_ids
-    from cluster.experiments.validate import (
+    from cluster.lab.experiments.calibrate import calibrated_engine
+    from cluster.lab.experiments.engine import ExperimentEngine, hidden_ids
+    from cluster.lab.experiments.validate import (
         RunPoint,
         engine_limits,
         load_answers,
@@ -429,7 +429,7 @@ def _replayed(setup: Setup, arguments: Mapping[str, Any], *, has_one_run: bool =
 
 def predictions(setup: Setup) -> Found:
     """Predict the runs of `replay` in virtual time, and report the errors. Needs no GPU."""
-    from cluster.experiments.validate import ValidationSettings, validate
+    from cluster.lab.experiments.validate import ValidationSettings, validate
 
     base = setup.results["replay"]
     folder = setup.work / "replay"

@@ -78,8 +78,8 @@ def calibrate(
 
     [bold]apar experiment calibrate --random-weights llama-7b --rows 1,8,32,64,128,256[/bold]
     """
-    from cluster.experiments.calibrate import Grid
-    from cluster.experiments.calibrate import calibrate as measure
+    from cluster.lab.experiments.calibrate import Grid
+    from cluster.lab.experiments.calibrate import calibrate as measure
 
     if len(set(rows)) < 2:
         raise wrong_value("--rows", "give two different numbers or more")
@@ -132,8 +132,8 @@ def validate(
     [bold]apar experiment validate --trace TRACE.jsonl --random-weights llama-7b --answers 400
     --context-length 2048 --concurrency 350 --kv-shares 0.9,0.3 --repeats 1[/bold]
     """
-    from cluster.experiments.validate import ValidationSettings
-    from cluster.experiments.validate import validate as run
+    from cluster.lab.experiments.validate import ValidationSettings
+    from cluster.lab.experiments.validate import validate as run
 
     with clear_errors(), stage_progress() as progress:
         checkpoint, engine = _engine(model, random_weights, engine_args, out)
@@ -157,7 +157,7 @@ def _engine(
     arguments = engine_arguments(engine_args)
     if random_weights is None:
         return model, arguments
-    from cluster.experiments.engine import write_random_model
+    from cluster.lab.experiments.engine import write_random_model
 
     folder = write_random_model(random_weights, out / "model")
     return str(folder), {"load_format": "dummy", **arguments}

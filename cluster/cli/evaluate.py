@@ -43,7 +43,7 @@ from deployments.config.model import DEFAULT_MODEL, ModelConfig, model_path
 if TYPE_CHECKING:
     from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
     from apar_core.offline.evaluation.quality import QualityPlan
-    from cluster.experiments.fork_engine import ReplayingForkEngine
+    from cluster.lab.experiments.fork_engine import ReplayingForkEngine
 
 _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
@@ -272,7 +272,7 @@ def _fork_engine(name: str) -> ReplayingForkEngine:
         torch.set_num_threads(int(threads))
     # Imports vLLM, which takes seconds.
     from apar_core.engine.offline_engine import OfflineEngine
-    from cluster.experiments.fork_engine import ReplayingForkEngine
+    from cluster.lab.experiments.fork_engine import ReplayingForkEngine
 
     try:
         # vLLM's own bars would break those of the run.

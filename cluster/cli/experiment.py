@@ -26,11 +26,11 @@ from cluster.cli.options import (
     wrong_value,
 )
 from cluster.cli.terminal import StageProgress, clear_errors, show_report, stage_progress
-from cluster.experiments.methods import METHODS
-from cluster.experiments.settings import ExperimentSettings
+from cluster.lab.experiments.methods import METHODS
+from cluster.lab.experiments.settings import ExperimentSettings
 
 if TYPE_CHECKING:
-    from cluster.experiments.scale_out import ReplicasRun, ScaleOutSettings
+    from cluster.lab.experiments.scale_out import ReplicasRun, ScaleOutSettings
 
 experiment = typer.Typer(
     no_args_is_help=True,
@@ -244,7 +244,7 @@ def _figure_command(name: str, text: str) -> Callable[..., None]:
             "engine_args": engine_arguments(engine_args),
         }
         settings = _settings(values, quick=quick)
-        from cluster.experiments.report import run_experiment
+        from cluster.lab.experiments.report import run_experiment
 
         with clear_errors():
             with stage_progress() as progress:
@@ -313,7 +313,7 @@ def fork_cost(
 
     Example: [bold]apar experiment fork-cost --trace TRACE.jsonl --answers 16[/bold]
     """
-    from cluster.experiments.fork_cost import report_fork_cost
+    from cluster.lab.experiments.fork_cost import report_fork_cost
 
     settings = _settings(
         {
@@ -386,7 +386,7 @@ def family_attention(
     Compares it with forked and sequential decoding as they are. Example:
     [bold]apar experiment family-attention --trace ANSWERS.jsonl --model llama-7b[/bold]
     """
-    from cluster.experiments.family_attention import (
+    from cluster.lab.experiments.family_attention import (
         FamilyAttentionSettings,
         report_family_attention,
     )
@@ -453,7 +453,7 @@ def joins(
     Predicts a GPU's times. Recorded answers become outlines, threads and a conclusion. Example:
     [bold]apar experiment joins --trace TRACE.jsonl --concurrency 1,8[/bold]
     """
-    from cluster.experiments.joins import JoinSettings, report_joins
+    from cluster.lab.experiments.joins import JoinSettings, report_joins
 
     settings = JoinSettings(
         trace=trace,
@@ -497,7 +497,7 @@ def scheduler_cost(
     Engines run in virtual time, so nothing but the scheduler and the output processor takes time.
     Example: [bold]apar experiment scheduler-cost --trace TRACE.jsonl --repeats 1[/bold]
     """
-    from cluster.experiments.scheduler_cost import SchedulerCostSettings, report_scheduler_cost
+    from cluster.lab.experiments.scheduler_cost import SchedulerCostSettings, report_scheduler_cost
 
     settings = SchedulerCostSettings(
         trace=trace,
@@ -532,7 +532,7 @@ def scale_out(
     and client share the cores of one machine, so the CPU time per token is reported too. Example:
     [bold]apar experiment scale-out --trace TRACE.jsonl --answers 48 --repeats 1[/bold]
     """
-    from cluster.experiments.scale_out import ScaleOutSettings, report_scale_out
+    from cluster.lab.experiments.scale_out import ScaleOutSettings, report_scale_out
 
     if not trace.is_file():
         raise wrong_value("--trace", f"no file {trace}")
@@ -551,8 +551,8 @@ def scale_out(
 
 
 def _measure(settings: ScaleOutSettings, out: Path, progress: StageProgress) -> list[ReplicasRun]:
-    from cluster.experiments.parts import PartStore
-    from cluster.experiments.scale_out import run_replicas
+    from cluster.lab.experiments.parts import PartStore
+    from cluster.lab.experiments.scale_out import run_replicas
 
     store = PartStore(out, settings.as_text())
     done = progress.start("numbers of replicas", len(settings.replicas))

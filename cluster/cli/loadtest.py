@@ -32,7 +32,7 @@ from cluster.cli.terminal import clear_errors, fail, print_table
 
 if TYPE_CHECKING:
     from apar_core.reporting import Report
-    from apar_core.workload.arrivals import Arrivals
+    from cluster.loadtest.arrivals import Arrivals
 
 loadtest = typer.Typer(
     no_args_is_help=True,
@@ -252,7 +252,7 @@ def _arrivals(
     concurrency: int | None, rate: float | None, file: Path | None, cv: float | None
 ) -> tuple[Arrivals, str]:
     """Return when requests are sent, and the same in words for reports."""
-    from apar_core.workload.arrivals import AllAtOnce, ClosedLoop, GammaArrivals, read_arrivals
+    from cluster.loadtest.arrivals import AllAtOnce, ClosedLoop, GammaArrivals, read_arrivals
 
     given = [concurrency is not None, rate is not None or file is not None]
     if sum(given) != 1:

@@ -32,13 +32,13 @@ from cluster.cli.options import (
     wrong_value,
 )
 from cluster.cli.terminal import clear_errors, print_table, stage_progress
-from cluster.sizing.deployment import Served, cluster_yaml, overlay_values
-from cluster.sizing.errors import SizingError
-from cluster.sizing.plan import Load, Plan, Started, make_plan
-from cluster.sizing.replica_run import Slos
-from cluster.sizing.report import candidates_table, content, recommendation
-from cluster.sizing.requests import PROFILES, Workload
-from cluster.sizing.search import Conditions, Replica, runner
+from cluster.lab.sizing.deployment import Served, cluster_yaml, overlay_values
+from cluster.lab.sizing.errors import SizingError
+from cluster.lab.sizing.plan import Load, Plan, Started, make_plan
+from cluster.lab.sizing.replica_run import Slos
+from cluster.lab.sizing.report import candidates_table, content, recommendation
+from cluster.lab.sizing.requests import PROFILES, Workload
+from cluster.lab.sizing.search import Conditions, Replica, runner
 
 CPU = "cpu"
 # vLLM's default tokens per step for its server (0.32, engine/arg_utils.py).

@@ -210,8 +210,8 @@ def simulate(
         from apar_core.step_costs.models import find_model
         from apar_core.step_costs.predict import BLOCK_SIZE, step_costs
         from apar_core.step_costs.predict import kv_tokens as fitting_tokens
-        from cluster.simulation.report import simulation_report
-        from cluster.simulation.runs import SimulationSettings, run_cases
+        from cluster.lab.simulation.report import simulation_report
+        from cluster.lab.simulation.runs import SimulationSettings, run_cases
 
         size, device = find_model(model), find_gpu(gpu)
         block_bytes = size.block_layer_bytes(BLOCK_SIZE, tensor_parallel)

@@ -173,8 +173,8 @@ def _replay_jobs(name: str, settings: WorkloadSettings, card: ModelCard) -> tupl
     """Return the jobs and the number of skipped answers."""
     # transformers takes seconds to import, and plain prompts do not need it.
     from apar_core.offline.evaluation.replay_text import load_text
-    from apar_core.workload.replay_answers import replay_answers
-    from apar_core.workload.trace import read_trace
+    from cluster.loadtest.replay_answers import replay_answers
+    from cluster.loadtest.trace import read_trace
 
     text = load_text(_tokenizer(settings, card))
     context = settings.context_tokens or card.max_model_len

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvloop
 
-from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
+from cluster.loadtest.arrivals import AllAtOnce, Arrivals, ClosedLoop
 from cluster.loadtest.client import LoadClient
 from cluster.loadtest.jobs import Job, PlannedJobs
 from cluster.loadtest.live_view import LiveView

@@ -21,8 +21,8 @@ from pydantic import ValidationError as Invalid
 from apar_core.errors import EvaluationError, validation_summary
 from apar_core.json_lines import read_lines
 from apar_core.offline.data.records import ChatMessage
-from apar_core.workload.trace import TraceLine, TraceWriter
 from cluster.loadtest.jobs import Target, WorkloadSettings
+from cluster.loadtest.trace import TraceLine, TraceWriter
 
 RUN_FILE, REQUESTS_FILE = "run.json", "requests.jsonl"
 SAMPLE_S = 3.0

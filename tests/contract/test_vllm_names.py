@@ -451,7 +451,7 @@ ATTRIBUTES = (
         "records, pacing, choices of one prompt",
     ),
     Attributes(EngineCore, "scheduler", "core_state reads it"),
-    # Timed or called by cluster/experiments.
+    # Timed or called by cluster/lab/experiments.
     Attributes(LLMEngine, "step add_request abort_request", "requests and steps, one by one"),
     Attributes(Scheduler, "_preempt_request", "preemptions are counted"),
     # Read by the virtual executor.

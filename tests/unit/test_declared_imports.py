@@ -32,13 +32,12 @@ DISTRIBUTIONS = {
 EXTRAS_OF = {
     "apar_core": (),
     "apar_core/offline": ("train",),
-    "apar_core/reporting.py": ("train", "loadtest"),
-    "apar_core/step_costs": ("loadtest",),
+    "apar_core/reporting.py": ("train", "loadtest", "lab"),
+    "apar_core/step_costs": ("lab",),
     "apar_core/yaml_files.py": ("serve", "train"),
     "cluster": ("serve",),
-    "cluster/experiments": ("loadtest", "serve"),
+    "cluster/lab": ("lab", "serve"),
     "cluster/loadtest": ("loadtest",),
-    "cluster/simulation": ("loadtest", "serve"),
     "deployments": ("serve",),
     "deployments/gateway/key_store.py": ("redis", "serve"),
 }
@@ -124,7 +123,7 @@ def test_the_rule_finds_what_it_should(path: str, name: str, is_allowed: bool) -
 def test_every_declared_library_is_imported() -> None:
     imported = {distribution(module) for _, module in imports()} | NOT_IMPORTED.keys()
 
-    assert declared("serve", "train", "loadtest", "redis") - imported == set()
+    assert declared("serve", "train", "loadtest", "lab", "redis") - imported == set()
 
 
 def test_a_missing_module_is_told_with_an_extra_that_has_it() -> None:

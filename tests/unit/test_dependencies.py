@@ -30,13 +30,9 @@ FORBIDDEN = {
 }
 # The console script starts the command line from a package whose name is ours alone.
 COMMAND = Path("apar_core/command.py")
-WORKLOAD = Path("apar_core/workload")
-FORBIDDEN_IN_WORKLOAD = {
-    f"apar_core.offline.{name}" for name in ("decoders", "evaluation", "speculation", "training")
-}
 # Of apar_core's subpackages, those that may import a library.
 ALLOWED_IN = {
-    "vllm": {"attention", "engine", "scheduler", "virtual"},
+    "vllm": {"attention", "engine", "scheduler"},
     "transformers": {"offline"},
 }
 # Imports vLLM's names for all others, when they are first used.
@@ -52,17 +48,6 @@ LAYERS = {
         "scheduler": {"attention", "formats", "step_costs", "tree"},
         "engine": {"attention", "formats", "scheduler", "tree"},
         "offline": {"formats", "models", "step_costs", "tree"},
-        "virtual": {
-            "attention",
-            "engine",
-            "formats",
-            "models",
-            "offline",
-            "scheduler",
-            "step_costs",
-            "tree",
-        },
-        "workload": {"formats", "offline", "tree"},
     },
     "apar_core.offline": {
         "data": set(),
@@ -71,6 +56,13 @@ LAYERS = {
         "decoders": {"speculation", "training"},
         "evaluation": {"data", "decoders", "speculation", "training"},
         "generation": {"data", "evaluation", "training"},
+    },
+    "cluster": {
+        "cli": {"conversion", "lab", "loadtest", "monitor"},
+        "conversion": set(),
+        "lab": {"loadtest", "monitor"},
+        "loadtest": {"monitor"},
+        "monitor": set(),
     },
     "deployments": {
         "app": {
@@ -159,8 +151,6 @@ def violations(package: str, path: Path, source: str) -> list[str]:
     """Describe the forbidden imports of a module; `path` is relative to the repository."""
     subpackage = path.parts[1] if len(path.parts) > 2 else ""
     rules = FORBIDDEN["cluster" if path == COMMAND else package]
-    if path.is_relative_to(WORKLOAD):
-        rules = rules | FORBIDDEN_IN_WORKLOAD
     found = []
     for line, imported in imported_modules(source):
         top = imported.partition(".")[0]
@@ -312,12 +302,6 @@ def test_the_layers_find_what_they_should(path: str, source: str, num_violations
             ["transformers.AutoTokenizer"],
         ),
         ("apar_core", "apar_core/engine/plugin.py", "from vllm.v1 import engine", []),
-        (
-            "apar_core",
-            "apar_core/workload/trace.py",
-            "from apar_core.offline.evaluation import answer_files",
-            ["apar_core.offline.evaluation.answer_files"],
-        ),
         ("apar_core", "apar_core/engine/plugin.py", "def late():\n    import ray", ["ray"]),
         (
             "deployments",

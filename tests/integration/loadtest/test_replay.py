@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.workload.trace import read_trace
+from cluster.loadtest.trace import read_trace
 from cluster.local_ray import free_port
 from tests.fakes.apar_command import APAR
 from tests.integration.serving.apar_process import TINY, serving

@@ -14,8 +14,8 @@ import pytest
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.evaluation.replay_text import load_text
 from apar_core.tree import tree_statistics
-from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
-from apar_core.workload.trace import read_trace
+from cluster.loadtest.replay_answers import ReplayAnswer, replay_answers
+from cluster.loadtest.trace import read_trace
 from tests.integration.serving.apar_process import ENGINE, TINY, Server, serving, slowed
 from tests.integration.serving.killed_streams import Victims
 

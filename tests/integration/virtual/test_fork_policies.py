@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from apar_core.scheduler.fork_settings import ForkSettings
-from cluster.experiments.methods import EAGER, METHODS, SEQUENTIAL
-from cluster.experiments.runs import RunStore, do_runs
-from cluster.experiments.settings import FIGURE_5A, ExperimentSettings, keys_of
+from cluster.lab.experiments.methods import EAGER, METHODS, SEQUENTIAL
+from cluster.lab.experiments.runs import RunStore, do_runs
+from cluster.lab.experiments.settings import FIGURE_5A, ExperimentSettings, keys_of
 
 TRACES = Path("../shared/data/traces")
 UNRESERVED = "eager-unreserved"

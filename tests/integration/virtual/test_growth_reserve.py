@@ -7,7 +7,7 @@ import pytest
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import step_costs
-from apar_core.virtual.engine import VirtualEngine, VirtualSpec
+from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from tests.fakes.step_traces import FORK, Asked, RunSeen, run
 
 pytestmark = pytest.mark.engine

@@ -12,10 +12,10 @@ import pytest
 
 from apar_core.engine.replay import replay_args
 from apar_core.step_costs.costs import StepCosts
-from apar_core.virtual.engine import VirtualEngine, VirtualSpec
-from apar_core.virtual.text import virtual_text
-from apar_core.workload.replay_answers import ReplayAnswer, replay_answers
-from apar_core.workload.trace import read_trace
+from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
+from cluster.lab.virtual.text import virtual_text
+from cluster.loadtest.replay_answers import ReplayAnswer, replay_answers
+from cluster.loadtest.trace import read_trace
 
 TRACE = Path("../shared/data/traces/structured.jsonl")
 pytestmark = [

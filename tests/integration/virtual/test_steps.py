@@ -13,7 +13,7 @@ from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.replay import REPLAY
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.step_costs.costs import StepCosts
-from apar_core.virtual.engine import VirtualEngine, VirtualSpec
+from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from tests.fakes.step_traces import FORK, Asked, RunSeen, run
 from tests.integration.engine_process import EngineProcess
 

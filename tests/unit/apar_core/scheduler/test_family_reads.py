@@ -17,8 +17,8 @@ from apar_core.scheduler.fork_policy import AdaptivePolicy
 from apar_core.scheduler.step_time import LearnedStepCosts
 from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
 from apar_core.step_costs.costs import StepBatch, StepCosts
-from apar_core.virtual.engine import VirtualEngine, VirtualSpec
-from apar_core.virtual.executor import VirtualExecutor
+from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
+from cluster.lab.virtual.executor import VirtualExecutor
 from tests.fakes.step_traces import FORK, Asked, run
 
 BLOCK = 4

@@ -17,7 +17,7 @@ from apar_core.offline.data.example_file import read_examples
 from apar_core.offline.evaluation.answer_files import read_answer_set
 from apar_core.offline.evaluation.prompt_sets import read_question_file
 from apar_core.offline.training.example_encoder import ExampleEncoder
-from apar_core.workload.trace import read_trace
+from cluster.loadtest.trace import read_trace
 from tests.fakes.apar_command import APAR, apar
 
 LIST = "\n".join(f"{n}. Point {n}: with some content." for n in (1, 2, 3))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
-from cluster.experiments.methods import METHODS
-from cluster.experiments.scale_out import ReplicasRun
-from cluster.experiments.settings import ExperimentSettings
+from cluster.lab.experiments.methods import METHODS
+from cluster.lab.experiments.scale_out import ReplicasRun
+from cluster.lab.experiments.settings import ExperimentSettings
 from tests.fakes import apar_command
 
 TRACE = '{"id": "a", "prompt": "How?", "response": "Ten."}\n'
@@ -78,7 +78,7 @@ def test_options_become_settings_and_unset_ones_keep_the_defaults(
         made.append(settings)
         raise EvaluationError("stop here")
 
-    monkeypatch.setattr("cluster.experiments.report.run_experiment", run_experiment)
+    monkeypatch.setattr("cluster.lab.experiments.report.run_experiment", run_experiment)
     given = (command, "--trace", "t", "--out", str(tmp_path))
 
     code, output = run(*given)
@@ -120,7 +120,7 @@ def test_the_report_of_scale_out_shows_what_was_measured(
             for forked in (False, True)
         ]
 
-    monkeypatch.setattr("cluster.experiments.scale_out.run_replicas", serve)
+    monkeypatch.setattr("cluster.lab.experiments.scale_out.run_replicas", serve)
     out = tmp_path / "out"
     trace = tmp_path / "trace.jsonl"
     trace.write_text(TRACE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from apar_core.workload.trace import read_trace
+from cluster.loadtest.trace import read_trace
 from cluster.local_ray import free_port
 from deployments.metrics import catalogue
 from tests.fakes import apar_command

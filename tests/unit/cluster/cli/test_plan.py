@@ -25,7 +25,7 @@ from deployments.app.application import engine_arguments
 from deployments.config import ClusterConfig, load_config
 from tests.fakes.apar_command import apar
 from tests.fakes.overlays import K8S
-from tests.unit.cluster.sizing.small_replica import CONFIG, COSTS
+from tests.unit.cluster.lab.sizing.small_replica import CONFIG, COSTS
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from apar_core.offline.data.records import ChatMessage
-from apar_core.workload.arrivals import AllAtOnce, Arrivals, ClosedLoop
+from cluster.loadtest.arrivals import AllAtOnce, Arrivals, ClosedLoop
 from cluster.loadtest.client import Attempt, LoadClient
 from cluster.loadtest.jobs import Job, Target
 from cluster.loadtest.load_run import Drive, Stop

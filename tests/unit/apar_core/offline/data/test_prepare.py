@@ -23,7 +23,7 @@ from apar_core.offline.data.records import ExampleRecord, flat_text
 from apar_core.offline.data.sampling import HELD_OUT_FILE
 from apar_core.offline.data.sources import SourceItem
 from apar_core.offline.data.structure import StructureRules
-from apar_core.workload.trace import read_trace
+from cluster.loadtest.trace import read_trace
 
 
 def outcomes(*turns: tuple[str, str]) -> list[Outcome]:

@@ -1,1 +1,0 @@
-"""Workloads of load tests: recorded answers to generate again, and when their requests come."""

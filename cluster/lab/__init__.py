@@ -1,0 +1,1 @@
+"""The laboratory: experiments, simulations and sizing, in virtual time or on this machine."""

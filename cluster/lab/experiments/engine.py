@@ -1,0 +1,375 @@
+"""An engine for many runs of an experiment: virtual, or real on this machine.
+
+KV memory, limits and fork policy are set between runs, so that all methods run in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from apar_core.errors import EngineError, EvaluationError
+from apar_core.scheduler.fork_admission import AdmissionCounters
+from apar_core.scheduler.fork_policy import build_policy
+from apar_core.scheduler.step_time import StepClock
+from apar_core.step_costs.models import find_model
+from apar_core.vllm_names import call_at_preemption
+from cluster.lab.experiments.methods import Policy, Workload, load_workload, marker_id
+from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
+from deployments.config.model import model_path
+
+if TYPE_CHECKING:
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.step_costs.costs import StepCosts
+    from cluster.lab.experiments.program import Submission
+    from cluster.lab.experiments.settings import ExperimentSettings
+
+_MAX_ROWS = 1024
+# Other methods' prompts are longer than the answer's own.
+_LENGTH_MARGIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The conditions of a run.
+
+    num_blocks: KV blocks that it may use; None: all.
+    max_requests: limit on the requests that run at once, kept by the engine.
+    token_time_s: time per token that the adaptive policy keeps to.
+    growth_reserve_tokens: as in `ForkSettings`; 0 admits requests as vLLM does.
+    """
+
+    num_blocks: int | None = None
+    max_requests: int | None = None
+    policy: Policy = "eager"
+    token_time_s: float = 1.0
+    growth_reserve_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Counts of the engine since the start of a run.
+
+    rows: scheduled sequences, summed over the steps.
+    text_tokens: generated tokens without control and end tokens.
+    computed_tokens: tokens that went through the model.
+    sequences: requests and forked threads.
+    peak_kv_tokens: the most tokens that held blocks had room for.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    text_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+    sequences: int = 0
+    largest_rows: int = 0
+    largest_tokens: int = 0
+    peak_kv_tokens: int = 0
+
+
+class ExperimentEngine:
+    """An `OfflineEngine` whose steps are counted, and whose KV cache can be made smaller.
+
+    hidden_ids: control and end tokens, which are not text.
+    device: the device of an engine in virtual time, None for a real engine.
+    """
+
+    def __init__(self, engine: OfflineEngine, hidden_ids: Sequence[int]) -> None:
+        self.engine = engine
+        self.device = engine.device if isinstance(engine, VirtualEngine) else None
+        self.llm_engine: Any = engine.llm.llm_engine
+        self.scheduler: Any = engine.scheduler
+        self.counts = StepCounts()
+        self._hidden = frozenset(hidden_ids)
+        self._ballast: list[Any] = []
+        self._before = (0, 0)
+        self._count_steps()
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds, virtual or real; also the clock of the fork policy."""
+        return time.perf_counter if self.device is None else self.device.clock
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return int(self.scheduler.block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the whole cache."""
+        # One block is vLLM's null block, which never holds anything.
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def kv_tokens_in_use(self) -> int:
+        """Tokens that held blocks have room for."""
+        free = self._pool.get_num_free_blocks()
+        return (self.num_blocks - len(self._ballast) - int(free)) * self.block_size
+
+    @property
+    def num_forks(self) -> int:
+        """Forks since the start of the run."""
+        return int(self.scheduler.block_sharing.counters.forks) - self._before[0]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Computed tokens that were not generated in the step before.
+
+        Prompts, first tokens of children, and tokens that preemptions make the engine recompute.
+        """
+        generated = int(self.scheduler.num_generated_tokens) - self._before[1]
+        # A sequence's last token is not computed.
+        return self.counts.computed_tokens - (generated - self.num_sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """Requests and forked threads since the start of the run."""
+        return self.counts.sequences + self.num_forks
+
+    def waiting_requests(self) -> set[str]:
+        """Ids, as submitted, of requests of which nothing has been computed yet."""
+        groups = self.scheduler.threads
+        states = self.llm_engine.output_processor.request_states
+        return {
+            states[name].external_req_id
+            for name, request in ((each.request_id, each) for each in self.scheduler.waiting)
+            if request.num_preemptions == 0
+            # A child is not a client's request, and only waits for a step.
+            and (groups.group(name) is None or groups.group_of_root(name) is not None)
+        }
+
+    def prepare(self, conditions: Conditions, costs: StepCosts | None = None) -> None:
+        """Set up a run: an empty KV cache, limits, policy, and clock and counts at zero.
+
+        `costs` replace those of a virtual device. Raises EngineError if a request runs or holds
+        blocks.
+        """
+        if self.scheduler.requests:
+            raise EngineError(f"{len(self.scheduler.requests)} threads run: no run may begin")
+        self._limit_blocks(conditions.num_blocks)
+        scheduler = self.scheduler
+        scheduler.gate.max_requests = conditions.max_requests
+        scheduler.admission.policy = build_policy(conditions.policy, conditions.token_time_s)
+        scheduler.admission.counters = AdmissionCounters()
+        scheduler.growth_reserve_tokens = conditions.growth_reserve_tokens
+        if self.device is not None:
+            from cluster.lab.virtual.executor import StepTotals, VirtualClock
+
+            # Time starts at zero: floating-point sums then do not depend on earlier runs.
+            self.device.clock, self.device.free_at_s = VirtualClock(), 0.0
+            self.device.totals = StepTotals()
+            self.device.costs = costs or self.device.costs
+        scheduler.step_clock = StepClock(self.clock)
+        self.counts = StepCounts()
+        self._before = (
+            int(scheduler.block_sharing.counters.forks), int(scheduler.num_generated_tokens)
+        )  # fmt: skip
+
+    def submit(self, request_id: str, submission: Submission) -> None:
+        """Add a request."""
+        from vllm import SamplingParams
+
+        self.counts.sequences += 1
+        self.llm_engine.add_request(
+            request_id,
+            {"prompt_token_ids": submission.prompt_ids},
+            SamplingParams(**submission.sampling),
+        )
+
+    def finish(self) -> None:
+        """Abort what still runs, and take the results of steps in flight."""
+        self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), True)
+        core = self.llm_engine.engine_core.engine_core
+        while core.batch_queue or self.scheduler.has_requests():
+            self.llm_engine.step()
+
+    def shutdown(self) -> None:
+        """Shut the engine down."""
+        self.engine.shutdown()
+
+    def _limit_blocks(self, num_blocks: int | None) -> None:
+        self._pool.free_blocks(self._ballast)
+        self._ballast = []
+        # Also empties the prefix cache, so that a run finds nothing of an earlier one.
+        if not self.scheduler.reset_prefix_cache():
+            raise EngineError("the prefix cache was not reset: blocks of an earlier run are held")
+        num_left = self.num_blocks if num_blocks is None else num_blocks
+        if num_left > self.num_blocks:
+            raise EngineError(f"{num_left} KV blocks wanted, the engine has {self.num_blocks}")
+        self._ballast = self._pool.get_new_blocks(self.num_blocks - num_left)
+
+    @property
+    def _pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def _count_steps(self) -> None:
+        scheduler = self.scheduler
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+
+        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+            step = schedule(*args, **kwargs)
+            num_tokens, num_rows = step.total_num_scheduled_tokens, len(step.num_scheduled_tokens)
+            if num_tokens > 0:
+                counts = self.counts
+                counts.steps += 1
+                counts.rows += num_rows
+                counts.computed_tokens += num_tokens
+                counts.largest_rows = max(counts.largest_rows, num_rows)
+                counts.largest_tokens = max(counts.largest_tokens, num_tokens)
+                counts.peak_kv_tokens = max(counts.peak_kv_tokens, self.kv_tokens_in_use)
+            return step
+
+        def counted_update(*args: Any, **kwargs: Any) -> Any:
+            outputs = update(*args, **kwargs)
+            hidden = self._hidden
+            self.counts.text_tokens += sum(
+                token_id not in hidden
+                for client_outputs in outputs.values()
+                for output in client_outputs.outputs
+                for token_id in output.new_token_ids
+            )
+            return outputs
+
+        def count_preemption() -> None:
+            self.counts.preemptions += 1
+
+        scheduler.schedule = counted_schedule
+        scheduler.update_from_output = counted_update
+        call_at_preemption(scheduler, count_preemption)
+
+
+def open_engine(settings: ExperimentSettings, model: str) -> ExperimentEngine:
+    """Return an engine for a model, whose KV cache is as large as any run of it needs.
+
+    Raises EvaluationError if the model has no control tokens.
+    """
+    engine = (_virtual_engine if settings.is_virtual else _real_engine)(settings, model)
+    try:
+        return ExperimentEngine(engine, hidden_ids(engine, model))
+    except EvaluationError:
+        engine.shutdown()
+        raise
+
+
+def hidden_ids(engine: OfflineEngine, model: str) -> tuple[int, int, int]:
+    """Return the fork, child and end token. Raises EvaluationError without control tokens."""
+    control = engine.control_tokens
+    if control is None:
+        raise EvaluationError(f"{model} has no control tokens: it cannot fork")
+    return control.fork_id, control.child_id, engine.tokenizer.eos_token_id
+
+
+def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentEngine) -> Workload:
+    """Return the questions of a trace by name, as tokens of an engine."""
+    # These import transformers, which takes seconds.
+    from apar_core.offline.evaluation.replay_text import load_text
+    from cluster.lab.virtual.text import virtual_text
+
+    offline = engine.engine
+    tokenizer = offline.tokenizer
+    text = virtual_text() if settings.is_virtual else load_text(tokenizer.name_or_path)
+    tokens = text.tokens
+    return load_workload(
+        settings.traces[trace],
+        text,
+        tokens,
+        marker_id(tokenizer, (tokens.fork_id, tokens.child_id, tokens.end_id)),
+        number=settings.answers,
+        max_tokens=settings.max_tokens,
+        max_sequence_tokens=int(engine.scheduler.max_model_len),
+        seed=settings.seed,
+    )
+
+
+def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
+    devices = [settings.virtual_device(model, device) for device in settings.devices]
+    engine = VirtualEngine(
+        VirtualSpec(
+            find_model(model).config,
+            devices[0][0],
+            settings.block_size * max(num_blocks for _, num_blocks in devices),
+            block_size=settings.block_size,
+            max_model_len=_LENGTH_MARGIN * settings.max_tokens,
+            is_async=settings.is_async,
+        )
+    )
+    engine.device.counts_blocks = True
+    return engine
+
+
+def _real_engine(settings: ExperimentSettings, model: str) -> OfflineEngine:
+    # Imports transformers, which takes seconds.
+    from transformers import AutoConfig
+
+    positions: int = AutoConfig.from_pretrained(model_path(model)).max_position_embeddings
+    arguments: dict[str, Any] = {
+        "block_size": settings.block_size,
+        "max_model_len": min(_LENGTH_MARGIN * settings.max_tokens, positions),
+        "max_num_seqs": _MAX_ROWS,
+        "max_num_batched_tokens": 2 * _MAX_ROWS,
+        **settings.engine_args,
+    }
+    return replaying_engine(model, arguments, settings.kv_tokens)
+
+
+def replaying_engine(
+    model: str, arguments: Mapping[str, Any], kv_tokens: int | None = None
+) -> OfflineEngine:
+    """Return an engine that replays answers, with arguments of vLLM.
+
+    model: preset, folder or Hugging Face name. kv_tokens: tokens of the KV cache, for which
+    `arguments` need a `block_size`; None: vLLM decides.
+    """
+    # Several engines of a machine would otherwise bind themselves to the same cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # Imports vLLM, which takes seconds.
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.engine.replay import REPLAY
+
+    path = model_path(model)
+    memory: dict[str, Any] = {}
+    if kv_tokens is not None:
+        block_size = int(arguments["block_size"])
+        # One block is vLLM's null block.
+        num_blocks = kv_tokens // block_size + 1
+        # Without a number of bytes, vLLM would ask for nearly all of the memory. Twice the model's
+        # own, since the cache may be in float32.
+        kv_bytes = 2 * num_blocks * block_size * find_model(path).kv_bytes_per_token
+        memory = {"num_gpu_blocks_override": num_blocks, "kv_cache_memory_bytes": kv_bytes}
+    return OfflineEngine(path, logits_processors=[REPLAY], **{**memory, **arguments})
+
+
+def write_random_model(name: str, folder: Path) -> Path:
+    """Write a checkpoint's folder without weights, for `load_format` "dummy", and return it.
+
+    name: a model whose dimensions are known, or a config.json. The tokenizer is the stand-in for
+    Llama's, with control tokens. Raises StepCostsError for an unknown model.
+    """
+    # Imports transformers, which takes seconds.
+    from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
+
+    config = dict(find_model(name).config)
+    text = load_text(LLAMA_TOKENIZER)
+    text.tokenizer.save_pretrained(folder)
+    llama = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    own = {
+        "vocab_size": max(int(config["vocab_size"]), text.vocabulary_size),
+        "bos_token_id": text.tokenizer.bos_token_id,
+        "eos_token_id": text.end_id,
+        # Prompts and answers of up to 2,048 tokens, and a margin.
+        "max_position_embeddings": max(int(config.get("max_position_embeddings", 0)), 4096),
+        "dtype": "bfloat16",
+    }
+    content = json.dumps({**llama, **config, **own}, indent=1)
+    (folder / "config.json").write_text(content, encoding="utf-8")
+    return folder

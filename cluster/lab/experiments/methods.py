@@ -1,0 +1,191 @@
+"""The methods of answering that are compared, and the questions that all of them answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from apar_core.errors import EvaluationError
+from apar_core.offline.data.structure import extract_tree
+from cluster.lab.experiments.peers import (
+    ClientForking,
+    ParentStops,
+    SkeletonOfThought,
+    SkeletonPrompts,
+    skeleton_prompts,
+)
+from cluster.lab.experiments.program import OneRequest, Program
+from cluster.loadtest.replay_answers import replay_answers
+from cluster.loadtest.trace import read_trace
+
+if TYPE_CHECKING:
+    from apar_core.formats.control_tokens import TreeTokens
+    from cluster.loadtest.replay_answers import AnswerText, ReplayAnswer
+
+Policy = Literal["eager", "adaptive"]
+
+SEQUENTIAL = "sequential"
+EAGER = "eager"
+ADAPTIVE = "adaptive"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A recorded answer, and the prompts of skeleton-of-thought for it."""
+
+    answer: ReplayAnswer
+    prompts: SkeletonPrompts
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way of answering.
+
+    build: makes the program of a question; the number is the marker token of `peers.py`.
+    policy: the engine's fork policy.
+    reserves: the engine keeps KV cache free for growing threads (`growth_reserve_tokens`).
+    is_one_request: a question is one request, so that the engine can limit requests. The client
+        limits them for the others.
+    """
+
+    name: str
+    title: str
+    build: Callable[[Question, int], Program]
+    policy: Policy = "eager"
+    reserves: bool = False
+    is_ours: bool = False
+    is_one_request: bool = False
+
+
+def _sequential(question: Question, _: int) -> Program:
+    return OneRequest(question.answer, forks=False)
+
+
+def _forked(question: Question, _: int) -> Program:
+    return OneRequest(question.answer, forks=True)
+
+
+def _client_forking(question: Question, marker: int) -> Program:
+    return ClientForking(question.answer, marker)
+
+
+def _skeleton(question: Question, marker: int) -> Program:
+    return SkeletonOfThought(question.answer, marker, question.prompts)
+
+
+def _parent_stops(question: Question, marker: int) -> Program:
+    return ParentStops(question.answer, marker)
+
+
+def _parent_stops_free(question: Question, marker: int) -> Program:
+    return ParentStops(question.answer, marker, free_merge=True)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(SEQUENTIAL, "sequential (vLLM)", _sequential, is_one_request=True),
+        Method(EAGER, "ours, eager", _forked, reserves=True, is_ours=True, is_one_request=True),
+        Method(
+            ADAPTIVE,
+            "ours, adaptive",
+            _forked,
+            policy="adaptive",
+            reserves=True,
+            is_ours=True,
+            is_one_request=True,
+        ),
+        Method(
+            "sequential-reserve",
+            "sequential, with our reserve",
+            _sequential,
+            reserves=True,
+            is_one_request=True,
+        ),
+        Method(
+            "eager-unreserved",
+            "ours, eager, without a reserve",
+            _forked,
+            is_ours=True,
+            is_one_request=True,
+        ),
+        Method("client-forking", "client-side forking (PaDoc, ThreadWeaver)", _client_forking),
+        Method("skeleton", "skeleton-of-thought", _skeleton),
+        Method("parent-stops", "parent stops, resubmitted", _parent_stops),
+        Method(
+            "parent-stops-free", "parent stops, free merge (Multiverse, NPR)", _parent_stops_free
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The questions of a run, in order. `marker_id` is a token that no text has."""
+
+    questions: Sequence[Question]
+    marker_id: int
+
+    @property
+    def longest_tokens(self) -> int:
+        """A bound on the longest sequence of any method."""
+        return max(map(longest_sequence, self.questions))
+
+
+def load_workload(
+    path: Path,
+    text: AnswerText,
+    tokens: TreeTokens,
+    marker: int,
+    *,
+    number: int,
+    max_tokens: int,
+    max_sequence_tokens: int,
+    seed: int,
+) -> Workload:
+    """Return `number` questions of a trace: a sample of a longer one, or its repetitions.
+
+    Left out are answers longer than `max_tokens` with their prompt, and those for which another
+    method may need a sequence longer than `max_sequence_tokens`. Raises EvaluationError for a trace
+    that cannot be read or has no answer that fits.
+    """
+    lines = read_trace(path)
+    answers, _ = replay_answers(lines, text, tokens, max_tokens=max_tokens)
+    records = {line.id: extract_tree(line.response).tree for line in lines}
+    questions = [
+        Question(answer, skeleton_prompts(answer, records[answer.answer_id], text))
+        for answer in answers
+    ]
+    questions = [each for each in questions if longest_sequence(each) <= max_sequence_tokens]
+    if not questions:
+        raise EvaluationError(
+            f"none of {len(answers)} answers fits into {max_sequence_tokens} tokens with the "
+            "prompts of every method"
+        )
+    if len(questions) > number:
+        questions = random.Random(seed).sample(questions, number)
+    return Workload(list(islice(cycle(questions), number)), marker)
+
+
+def marker_id(tokenizer: Any, taken_ids: Sequence[int]) -> int:
+    """Return a token that no text has, and that no engine bans or ends a sequence with.
+
+    It begins or pads texts, and is not in `taken_ids`: fork and end tokens. Raises EvaluationError
+    if the tokenizer has none.
+    """
+    for token_id in (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id):
+        if token_id is not None and token_id not in taken_ids:
+            return int(token_id)
+    raise EvaluationError("the tokenizer has no special token besides fork and end tokens")
+
+
+def longest_sequence(question: Question) -> int:
+    """Return a bound on the longest sequence of any method."""
+    answer, prompts = question.answer, question.prompts
+    num_markers = 3 * len(answer.tree.threads)
+    skeleton = max(map(len, [prompts.skeleton, *prompts.points]))
+    return max(len(answer.prompt_ids), skeleton) + len(answer.flat) + num_markers

@@ -1,0 +1,322 @@
+"""Other methods of parallel answering, as programs of a client on an unmodified engine.
+
+Client forking: a child is a new completion that relies on the prefix cache. The client reads the
+stream. At a fork token it sends a completion whose prompt is all that the parent has read and
+written, and a child token. The parent goes on. A child finds whole blocks of its prefix in the
+cache and computes the rest, waits behind earlier requests, and is preempted on its own.
+Sources: PaDoc, and ThreadWeaver (arXiv 2512.07843), which run on unmodified engines in this way.
+ThreadWeaver's parent also waits for its threads and reads their text; `ParentStops` does that.
+
+Parent stops: a thread writes its outline, up to and with its last fork, and stops (map). Its
+children run concurrently, each behind the whole outline and a child token (process). The thread
+continues behind the outline and the text of all children (reduce). Threads below do the same.
+Sources: Multiverse (arXiv 2506.09991) and Native Parallel Reasoner (arXiv 2512.07461), on their own
+builds of SGLang, and ThreadWeaver's join. On an unmodified engine, only the first child's text is
+found in the prefix cache when the parent continues. Multiverse and NPR join the KV of the children
+without computing any; `free_merge` is a lower bound of that: the thread continues behind its
+outline alone.
+
+Skeleton-of-thought: a skeleton first, then one request for each of its points. Source: arXiv
+2307.15337, the prompts of section 2.2 (the skeleton's without its two worked examples, which would
+lengthen it). The skeleton is the root thread's text, and a point's detail all text below it: the
+text is the trace's, so that lengths are those of the other methods. A point's request starts with
+its point as a partial answer. Questions whose answer has no points are asked as they are, as its
+router (SoT-R) decides, here without cost and never wrongly.
+
+To the engine, all threads are ordinary requests. A marker stands for fork and child tokens, one for
+one, because this engine bans and rewrites control tokens of requests that do not fork. So token
+counts and shared prefixes are those of the method. The client costs nothing: what it submits
+reaches the engine before the next step, without network, HTTP or tokenizing. All of that favours
+the other methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from apar_core.offline.data.records import ChatMessage, ParagraphRecord, thread_paragraphs
+from apar_core.tree.paragraph import ParagraphTree
+from apar_core.tree.restore import restore
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
+from apar_core.tree.threads import ThreadText, thread_texts
+from cluster.lab.experiments.program import Submission, replay_sampling
+
+if TYPE_CHECKING:
+    from cluster.loadtest.replay_answers import AnswerText, ReplayAnswer
+
+Texts = Mapping[ThreadId, ThreadText[int]]
+
+
+class ScriptedRequests:
+    """The requests of one program: makes them, and keeps what each has generated.
+
+    `given` is by the name of the request; `marker` is a token that no text has. `streams`: the
+    client has to see tokens as they come.
+    """
+
+    def __init__(self, answer: ReplayAnswer, marker: int, *, streams: bool = False) -> None:
+        self.texts: Texts = thread_texts(answer.tree)
+        self.end_id = answer.flat[-1]
+        self.marker = marker
+        self._streams = streams
+        self.given: dict[str, list[int]] = {}
+
+    def submit(self, name: str, prompt_ids: list[int], script: list[int]) -> Submission:
+        """A request that generates the script and ends with its last token."""
+        self.given[name] = []
+        sampling = replay_sampling({"": script}, max_tokens=len(script), streams=self._streams)
+        sampling["extra_args"]["apar_enabled"] = False
+        return Submission(name, prompt_ids, sampling)
+
+    def script(self, thread: ThreadId) -> list[int]:
+        """All that a thread generates: its text, a marker at each fork, its end."""
+        return self.texts[thread].generated(self.marker, self.end_id)
+
+    def restored(self, paragraphs: Mapping[ThreadId, Sequence[Sequence[int]]]) -> list[int]:
+        """The answer in reading order, of what was given of each thread; without an end token."""
+        tree: ParagraphTree[int] = ParagraphTree()
+        for thread, text in self.texts.items():
+            first, *others = paragraphs[thread]
+            tree.append(thread, first)
+            for child, paragraph in zip(text.children, others, strict=True):
+                tree.fork(thread, child)
+                tree.append(thread, paragraph)
+            tree.finish(thread)
+        return restore(tree)
+
+
+def split_paragraphs(
+    given: Sequence[int], paragraphs: Sequence[Sequence[int]], *, gap: int = 1
+) -> Iterator[Sequence[int]]:
+    """What was given in place of each paragraph; `gap` tokens stand behind each, a marker or the
+    end token.
+    """
+    start = 0
+    for paragraph in paragraphs:
+        yield given[start : start + len(paragraph)]
+        start += len(paragraph) + gap
+
+
+def flat_text(texts: Texts, thread: ThreadId) -> list[int]:
+    """The text of a thread and of all below it, in reading order."""
+    text = texts[thread]
+    flat = list(text.paragraphs[0])
+    for child, paragraph in zip(text.children, text.paragraphs[1:], strict=True):
+        flat += flat_text(texts, child)
+        flat += paragraph
+    return flat
+
+
+class ClientForking:
+    """One answer, each of its threads a completion that the client sends."""
+
+    def __init__(self, answer: ReplayAnswer, marker: int) -> None:
+        self.answer = answer
+        self._requests = ScriptedRequests(answer, marker, streams=True)
+        self._prompts: dict[str, list[int]] = {}
+        self._fork_index = {
+            thread: record.fork_index for thread, record in answer.tree.threads.items()
+        }
+
+    def start(self) -> list[Submission]:
+        """The question, as the completion of the root thread."""
+        return [self._thread(ROOT_THREAD, list(self.answer.prompt_ids))]
+
+    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
+        """A completion for every fork among the new tokens."""
+        given = self._requests.given[name]
+        first = len(given)
+        given.extend(token_ids)
+        children: list[Submission] = []
+        for child in self._requests.texts[ThreadId(name)].children:
+            index = self._fork_index[child]
+            if first <= index < len(given):
+                read = [*self._prompts[name], *given[: index + 1]]
+                children.append(self._thread(child, [*read, self._requests.marker]))
+        return children
+
+    def on_end(self, name: str) -> list[Submission]:
+        """Nothing: every child is under way already."""
+        return []
+
+    def text_ids(self) -> list[int]:
+        """What the threads have generated, in reading order."""
+        requests = self._requests
+        paragraphs = {
+            thread: list(split_paragraphs(requests.given[thread], text.paragraphs))
+            for thread, text in requests.texts.items()
+        }
+        return [*requests.restored(paragraphs), *requests.given[ROOT_THREAD][-1:]]
+
+    def _thread(self, thread: ThreadId, prompt_ids: list[int]) -> Submission:
+        self._prompts[thread] = prompt_ids
+        return self._requests.submit(thread, prompt_ids, self._requests.script(thread))
+
+
+_REST = "/rest"
+"""Behind a thread's name: the request of what it writes after its children."""
+
+
+class ParentStops:
+    """One answer; a thread with children is two requests, one without is one."""
+
+    def __init__(self, answer: ReplayAnswer, marker: int, *, free_merge: bool = False) -> None:
+        self.answer = answer
+        self._free_merge = free_merge
+        self._requests = ScriptedRequests(answer, marker)
+        self._prompts: dict[ThreadId, list[int]] = {}
+        self._running: dict[ThreadId, set[ThreadId]] = {}
+
+    def start(self) -> list[Submission]:
+        """The question, as the outline of the root thread."""
+        return [self._begin(ROOT_THREAD, list(self.answer.prompt_ids))]
+
+    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
+        """Nothing before a request has ended."""
+        self._requests.given[name].extend(token_ids)
+        return []
+
+    def on_end(self, name: str) -> list[Submission]:
+        """The children behind an outline; the parent's rest behind its last child."""
+        thread = ThreadId(name.removesuffix(_REST))
+        text = self._requests.texts[thread]
+        if text.children and name == thread:
+            self._running[thread] = set(text.children)
+            outline = [*self._prompts[thread], *self._requests.given[name]]
+            return [
+                self._begin(child, [*outline, self._requests.marker]) for child in text.children
+            ]
+        parent = text.parent
+        if parent is None:
+            return []
+        self._running[parent].discard(thread)
+        return [] if self._running[parent] else [self._go_on(parent)]
+
+    def text_ids(self) -> list[int]:
+        """What the threads have generated, in reading order."""
+        requests = self._requests
+        paragraphs: dict[ThreadId, list[Sequence[int]]] = {}
+        for thread, text in requests.texts.items():
+            outline = list(split_paragraphs(requests.given[thread], text.paragraphs))
+            if text.children:
+                outline[-1] = requests.given[thread + _REST][:-1]
+            paragraphs[thread] = outline
+        last = ROOT_THREAD + _REST if requests.texts[ROOT_THREAD].children else ROOT_THREAD
+        return [*requests.restored(paragraphs), *requests.given[last][-1:]]
+
+    def _begin(self, thread: ThreadId, prompt_ids: list[int]) -> Submission:
+        self._prompts[thread] = prompt_ids
+        script = self._requests.script(thread)
+        if self._requests.texts[thread].children:
+            rest = self._requests.texts[thread].paragraphs[-1]
+            script = script[: len(script) - len(rest) - 1]
+        return self._requests.submit(thread, prompt_ids, script)
+
+    def _go_on(self, thread: ThreadId) -> Submission:
+        rest = [*self._requests.texts[thread].paragraphs[-1], self._requests.end_id]
+        read = [*self._requests.given[thread], *self._below(thread)]
+        return self._requests.submit(thread + _REST, [*self._prompts[thread], *read], rest)
+
+    def _below(self, thread: ThreadId) -> list[int]:
+        """What a thread's children wrote, each behind its child token."""
+        if self._free_merge:
+            return []
+        given = self._requests.given
+        read: list[int] = []
+        for child in self._requests.texts[thread].children:
+            read += [self._requests.marker, *given[child], *self._below(child)]
+            read += given.get(child + _REST, [])
+        return read
+
+
+SKELETON_PROMPT = (
+    "You're an organizer responsible for only giving the skeleton (not the full content) for "
+    "answering the question. Provide the skeleton in a list of points (numbered 1., 2., 3., etc.) "
+    "to answer the question. Instead of writing a full sentence, each skeleton point should be "
+    "very short with only 3~5 words. Generally, the skeleton should have 3~10 points. Now, please "
+    "provide the skeleton for the following question.\n{question}\nSkeleton:"
+)
+POINT_PROMPT = (
+    "You're responsible for continuing the writing of one and only one point in the overall answer "
+    "to the following question.\n\n{question}\n\nThe skeleton of the answer is\n\n{skeleton}\n\n"
+    "Continue and only continue the writing of point {index}. Write it **very shortly** in 1~2 "
+    "sentence and do not continue with other points!"
+)
+SKELETON = "skeleton"
+
+
+@dataclass(frozen=True, slots=True)
+class SkeletonPrompts:
+    """The prompts of both stages, as token ids; `points` has one for each detail."""
+
+    skeleton: list[int]
+    points: list[list[int]]
+
+
+def skeleton_prompts(
+    answer: ReplayAnswer, record: ParagraphRecord, text: AnswerText
+) -> SkeletonPrompts:
+    """The prompts of a question; `record` is its answer as text, with the paragraphs of its tree.
+
+    Made before the clock starts: tokenising is left out of every method's time.
+    """
+    paragraphs = list(thread_paragraphs(record))
+    points = [paragraph.text for paragraph in paragraphs if paragraph.first_child is not None]
+    if not points:
+        return SkeletonPrompts(list(answer.prompt_ids), [])
+
+    def asked(content: str) -> list[int]:
+        return text.encode_chat([*answer.messages[:-1], ChatMessage("user", content)])
+
+    skeleton = "".join(paragraph.text for paragraph in paragraphs)
+    prompts: list[list[int]] = []
+    for index, point in enumerate(points, start=1):
+        content = POINT_PROMPT.format(question=answer.prompt, skeleton=skeleton, index=index)
+        # What stands before a point, such as an introduction, is no part of it.
+        partial_answer = point.strip().splitlines()[-1]
+        prompts.append(asked(content) + text.encode(partial_answer))
+    return SkeletonPrompts(asked(SKELETON_PROMPT.format(question=answer.prompt)), prompts)
+
+
+class SkeletonOfThought:
+    """One answer in two stages."""
+
+    def __init__(self, answer: ReplayAnswer, marker: int, prompts: SkeletonPrompts) -> None:
+        self.answer = answer
+        self._prompts = prompts
+        self._requests = ScriptedRequests(answer, marker)
+        self._root = self._requests.texts[ROOT_THREAD]
+
+    def start(self) -> list[Submission]:
+        """Ask for the skeleton."""
+        text = [token for paragraph in self._root.paragraphs for token in paragraph]
+        script = [*text, self._requests.end_id]
+        return [self._requests.submit(SKELETON, self._prompts.skeleton, script)]
+
+    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
+        """Nothing before a request has ended."""
+        self._requests.given[name].extend(token_ids)
+        return []
+
+    def on_end(self, name: str) -> list[Submission]:
+        """Once the skeleton stands, ask for all its points."""
+        if name != SKELETON:
+            return []
+        return [
+            self._requests.submit(
+                child, prompt, [*flat_text(self._requests.texts, child), self._requests.end_id]
+            )
+            for child, prompt in zip(self._root.children, self._prompts.points, strict=True)
+        ]
+
+    def text_ids(self) -> list[int]:
+        """Skeleton and details in reading order."""
+        given = self._requests.given
+        first, *others = split_paragraphs(given[SKELETON], self._root.paragraphs, gap=0)
+        text = list(first)
+        for child, paragraph in zip(self._root.children, others, strict=True):
+            text += given[child][:-1]
+            text += paragraph
+        return [*text, *given[SKELETON][-1:]]

@@ -1,0 +1,369 @@
+"""Runs of experiments: doing them in several processes, and keeping their results in a folder."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from apar_core.errors import EvaluationError
+from apar_core.reporting import LineStore
+from cluster.lab.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Method, Workload
+from cluster.lab.experiments.parts import StartStage
+from cluster.lab.experiments.samples import Sample, Spread, spread, steady
+from cluster.lab.experiments.settings import ExperimentSettings, RunKey
+from cluster.lab.virtual.workers import worker_pool
+
+if TYPE_CHECKING:
+    from cluster.lab.experiments.driver import Drive, Served
+    from cluster.lab.experiments.engine import ExperimentEngine
+    from cluster.lab.experiments.program import Program
+
+RUNS_FILE = "runs.jsonl"
+# A closed loop's figures settle with so many answers for each request under way.
+_ANSWERS_PER_CLIENT = 4
+_LEAST_ANSWERS = 48
+_WARM_UP_ANSWERS = 4
+
+
+class CategoryCounts(BaseModel):
+    """Sums over the answers of one category, for tables 1 and 2."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answers: int = 0
+    forked: int = 0
+    threads: int = 0
+    predicted_tokens: int = 0
+    sequential_predicted_tokens: int = 0
+    max_cached_tokens: int = 0
+    sequential_max_cached_tokens: int = 0
+    attended_tokens: int = 0
+    sequential_attended_tokens: int = 0
+
+
+class Run(BaseModel):
+    """The result of one run.
+
+    throughput: text tokens per second in the `kept_samples` samples that count; `kv_tokens` and
+        `rows_per_step` are means over the same. With 0 kept samples, all three are of the whole
+        run, as `whole_tokens_per_s` always is.
+    latency_s: of answers, from their arrival. token_latency_s: the mean per token of the text.
+    prompt_tokens: computed tokens that were not generated in the step before.
+    attended_tokens, blocks, distinct_blocks, held_back_steps: counted in virtual time only.
+        Distinct blocks count a KV block once per step. In `held_back_steps` the limit on rows or
+        tokens of a step held back a forked thread.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: RunKey
+    capacity_tokens: int
+    token_time_s: float | None
+    answers: int
+    text_tokens: int
+    duration_s: float
+    kept_samples: int
+    throughput: Spread
+    whole_tokens_per_s: float
+    kv_tokens: float
+    rows_per_step: float
+    latency_s: Spread
+    latency_p99_s: float
+    token_latency_s: float
+    steps: int
+    rows: int
+    sequences: int
+    computed_tokens: int
+    prompt_tokens: int
+    preemptions: int
+    peak_kv_tokens: int
+    largest_rows: int
+    largest_tokens: int
+    forks: int
+    forks_delayed: int
+    attended_tokens: int | None
+    blocks: int | None
+    distinct_blocks: int | None
+    held_back_steps: int | None
+    categories: dict[str, CategoryCounts]
+    samples: tuple[Sample, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return self.duration_s / self.steps
+
+    @property
+    def distinct_share(self) -> float | None:
+        """Share of the KV blocks read by a step that no other row of the step reads too."""
+        return self.distinct_blocks / self.blocks if self.blocks and self.distinct_blocks else None
+
+
+class RunStore(LineStore[RunKey, Run]):
+    """The runs of one folder."""
+
+    def __init__(self, folder: Path, settings: ExperimentSettings) -> None:
+        """Open the folder. Raises EvaluationError if runs with other settings are in it."""
+        super().__init__(folder / RUNS_FILE, settings.as_text(), Run, lambda run: run.key)
+
+
+def do_runs(
+    keys: Sequence[RunKey],
+    settings: ExperimentSettings,
+    store: RunStore,
+    start_stage: StartStage,
+    *,
+    workers: int = 1,
+) -> None:
+    """Do the runs that the store does not have.
+
+    Virtual runs are independent and use several processes; the number of them does not change a
+    byte of the store. Real runs follow each other in this process.
+    """
+    missing = [key for key in keys if key not in store.lines]
+    if not missing:
+        return
+    done = start_stage("runs", len(missing))
+    # The adaptive policy's time per token is a multiple of the sequential run's mean step.
+    first = [key for key in missing if key.method != ADAPTIVE]
+    later = [key for key in missing if key.method == ADAPTIVE]
+    with _runner(settings, min(workers, len(missing))) as run_all:
+        for wave in (first, later):
+            tasks = [(key, _token_time_s(key, settings, store)) for key in wave]
+            for run in run_all(tasks):
+                store.add(run)
+                done()
+    store.sort()
+
+
+def _token_time_s(key: RunKey, settings: ExperimentSettings, store: RunStore) -> float | None:
+    if key.method != ADAPTIVE:
+        return None
+    return settings.token_time_multiple * store.lines[key.of_method(SEQUENTIAL)].step_s
+
+
+Task = tuple[RunKey, float | None]
+"""A run, and the adaptive policy's time per token."""
+
+
+@contextmanager
+def _runner(
+    settings: ExperimentSettings, workers: int
+) -> Iterator[Callable[[Sequence[Task]], Iterator[Run]]]:
+    if workers == 1 or not settings.is_virtual:
+        worker = Worker(settings)
+        try:
+            yield lambda tasks: (worker.run(*task) for task in tasks)
+        finally:
+            worker.close()
+        return
+    with worker_pool(workers, _start_worker, settings) as pool:
+        yield lambda tasks: _completed([pool.submit(_run_in_worker, *task) for task in tasks])
+
+
+def _completed(futures: Sequence[Future[Run]]) -> Iterator[Run]:
+    pending = set(futures)
+    while pending:
+        finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for future in finished:
+            yield future.result()
+
+
+_worker: Worker | None = None
+"""The worker of a pool's process."""
+
+
+def _start_worker(settings: ExperimentSettings) -> None:
+    global _worker
+    _worker = Worker(settings)
+
+
+def _run_in_worker(key: RunKey, token_time_s: float | None) -> Run:
+    assert _worker is not None
+    return _worker.run(key, token_time_s)
+
+
+class Worker:
+    """Does runs in this process; it keeps its engine and the questions from run to run."""
+
+    def __init__(self, settings: ExperimentSettings) -> None:
+        self._settings = settings
+        self._engine: ExperimentEngine | None = None
+        self._engine_model: str | None = None
+        self._workloads: dict[str, Workload] = {}
+
+    def run(self, key: RunKey, token_time_s: float | None = None) -> Run:
+        """Do a run.
+
+        Raises EvaluationError for a trace or model that cannot be read, a KV cache too small for
+        the questions, and an answer that is not the recorded one.
+        """
+        from cluster.lab.experiments.driver import RunPlan, drive
+        from cluster.lab.experiments.engine import Conditions
+
+        settings, method = self._settings, METHODS[key.method]
+        engine = self._engine_of(key.model)
+        workload = self._workload(key.trace, engine)
+        costs, capacity_blocks = None, engine.num_blocks
+        if settings.is_virtual:
+            costs, capacity_blocks = settings.virtual_device(key.model, key.device)
+        num_blocks = round(key.kv_share * capacity_blocks)
+        room = num_blocks * engine.block_size
+        if room < workload.longest_tokens:
+            raise EvaluationError(
+                f"{key.kv_share:g} of the KV cache holds {room} tokens, a question of the "
+                f"{key.trace} trace up to {workload.longest_tokens}: give larger shares or a "
+                "smaller --context-length"
+            )
+        limited_by_clients = key.is_closed_loop or not method.is_one_request
+        questions, marker = workload.questions, workload.marker_id
+        plan = RunPlan(
+            conditions=Conditions(
+                num_blocks=num_blocks,
+                max_requests=None if limited_by_clients else key.concurrency,
+                policy=method.policy,
+                token_time_s=token_time_s or 1.0,
+                growth_reserve_tokens=settings.growth_reserve_tokens if method.reserves else 0,
+            ),
+            make=lambda index: method.build(questions[index], marker),
+            num_questions=num_questions(key, len(questions)),
+            clients=key.concurrency if limited_by_clients else None,
+            is_closed_loop=key.is_closed_loop,
+            costs=costs,
+        )
+        found = drive(engine, plan, sample_s=settings.sample_s)
+        return run_of(key, found, room, token_time_s)
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    def _engine_of(self, model: str) -> ExperimentEngine:
+        if self._engine is None or self._engine_model != model:
+            self.close()
+            # Imports vLLM, which takes seconds.
+            from cluster.lab.experiments.engine import open_engine
+
+            self._engine = open_engine(self._settings, model)
+            self._engine_model = model
+            freeze_garbage()
+        return self._engine
+
+    def _workload(self, trace: str, engine: ExperimentEngine) -> Workload:
+        if trace not in self._workloads:
+            from cluster.lab.experiments.engine import load_questions
+
+            workload = load_questions(self._settings, trace, engine)
+            if not self._settings.is_virtual and not self._workloads:
+                _warm_up(engine, workload)
+            self._workloads[trace] = workload
+            freeze_garbage()
+        return self._workloads[trace]
+
+
+def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:
+    """Answer a few questions, so that no run pays for what a real engine sets up once."""
+    from cluster.lab.experiments.driver import RunPlan, drive
+    from cluster.lab.experiments.engine import Conditions
+
+    questions = workload.questions[:_WARM_UP_ANSWERS]
+
+    def make(method: Method, index: int) -> Program:
+        return method.build(questions[index], workload.marker_id)
+
+    for name in (SEQUENTIAL, EAGER):
+        plan = RunPlan(Conditions(), partial(make, METHODS[name]), len(questions))
+        drive(engine, plan, sample_s=1.0)
+
+
+def freeze_garbage() -> None:
+    """Exempt all present objects from garbage collection, which vLLM's many objects make slow."""
+    gc.collect()
+    gc.freeze()
+
+
+def num_questions(key: RunKey, available: int) -> int:
+    """Return how many questions a run measures; a closed loop of few clients would take long."""
+    if not key.is_closed_loop:
+        return available
+    return min(available, max(_LEAST_ANSWERS, _ANSWERS_PER_CLIENT * key.concurrency))
+
+
+def run_of(key: RunKey, found: Drive, capacity_tokens: int, token_time_s: float | None) -> Run:
+    """Sum a run up."""
+    counts, totals, served = found.counts, found.totals, found.served
+    text_tokens = sum(each.text_tokens for each in served)
+    # The engine also counts the markers of other methods, and a closed loop's fillers.
+    counted = text_tokens if key.is_closed_loop else counts.text_tokens
+    of_text = text_tokens / counted
+    steady_samples = steady(found.samples)
+    kept = steady_samples or [found.whole]
+    latencies = sorted(each.latency_s for each in served)
+    return Run(
+        key=key,
+        capacity_tokens=capacity_tokens,
+        token_time_s=token_time_s,
+        answers=len(served),
+        text_tokens=text_tokens,
+        duration_s=found.duration_s,
+        kept_samples=len(steady_samples),
+        throughput=spread([each.tokens_per_s * of_text for each in kept]),
+        whole_tokens_per_s=found.whole.tokens_per_s * of_text,
+        kv_tokens=statistics.fmean(each.kv_tokens for each in kept),
+        rows_per_step=statistics.fmean(each.rows for each in kept),
+        latency_s=spread(latencies),
+        latency_p99_s=latencies[min(int(0.99 * len(latencies)), len(latencies) - 1)],
+        token_latency_s=statistics.fmean(each.latency_s / each.text_tokens for each in served),
+        steps=counts.steps,
+        rows=counts.rows,
+        sequences=found.sequences,
+        computed_tokens=counts.computed_tokens,
+        prompt_tokens=found.prompt_tokens,
+        preemptions=counts.preemptions,
+        peak_kv_tokens=counts.peak_kv_tokens,
+        largest_rows=counts.largest_rows,
+        largest_tokens=counts.largest_tokens,
+        forks=found.forks,
+        forks_delayed=found.forks_delayed,
+        attended_tokens=None if totals is None else totals.attended_tokens,
+        blocks=None if totals is None else totals.blocks,
+        distinct_blocks=None if totals is None else totals.distinct_blocks,
+        held_back_steps=(
+            None if totals is None else totals.row_limited_steps + totals.token_limited_steps
+        ),
+        categories=_by_category(served),
+        samples=found.samples,
+    )
+
+
+def _by_category(served: Sequence[Served]) -> dict[str, CategoryCounts]:
+    sums: dict[str, dict[str, int]] = {}
+    for each in served:
+        known = each.statistics
+        if known is None:
+            continue
+        counts = sums.setdefault(each.category, dict.fromkeys(CategoryCounts.model_fields, 0))
+        values = {
+            "answers": 1,
+            "forked": int(known.forks > 0),
+            "threads": known.threads,
+            "predicted_tokens": known.text_tokens + known.forks + known.threads,
+            "sequential_predicted_tokens": known.sequential_steps,
+            "max_cached_tokens": known.max_cached_tokens,
+            "sequential_max_cached_tokens": known.sequential_max_cached_tokens,
+            "attended_tokens": known.attended_tokens,
+            "sequential_attended_tokens": known.sequential_attended_tokens,
+        }
+        for name, value in values.items():
+            counts[name] += value
+    return {name: CategoryCounts(**counts) for name, counts in sorted(sums.items())}

@@ -1,0 +1,452 @@
+"""The engine's own CPU time per row in virtual time: vLLM's scheduler, ours, and ours with forks.
+
+Each way of scheduling has an engine in a process of its own. The processes take turns of a few
+steps, so that changes of the machine's speed affect all of them alike, and one process never pays
+for the memory of another. No model runs, so nothing else competes with what is measured. Times are
+CPU time of the engine's thread.
+
+CPU time still grows when other programs use the caches. In virtual time every round has the same
+steps, so the time of a step is the least over the rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle, islice
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+
+from apar_core.errors import EngineError, EvaluationError
+from apar_core.reporting import Column, Report, ReportTable
+from cluster.lab.experiments.parts import PartStore, StartStage
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.vllm_names import SchedulerOutput
+    from cluster.lab.virtual.engine import VirtualSpec
+    from cluster.loadtest.replay_answers import ReplayAnswer
+
+Way = Literal["vLLM", "ours, sequential", "ours, forked"]
+WAYS: tuple[Way, ...] = ("vLLM", "ours, sequential", "ours, forked")
+
+COST_GOAL = 1.15
+"""Most that a row may cost the engine core with forks, over one of vLLM's scheduler."""
+
+_TURN_STEPS = 16
+
+
+class SchedulerCostSettings(BaseModel):
+    """Load of `apar experiment scheduler-cost`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trace: Path
+    model: str = "llama-7b"
+    gpu: str = "a100-80gb"
+    answers: PositiveInt = 948
+    max_requests: PositiveInt = 350
+    kv_share: PositiveFloat = 0.9
+    streams: bool = False
+    rounds: PositiveInt = 3
+
+
+@dataclass(slots=True)
+class RunCost:
+    """One run: its counts, and the CPU time of its steps.
+
+    rows: sequences scheduled, summed over the steps. tokens: text tokens of all answers.
+    step_us: microseconds of each step: schedule, update, output processing. A server processes
+        outputs in another process than the engine core.
+    digest: hash of every step's rows, computed tokens, blocks and block copies.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    forks: int = 0
+    preemptions: int = 0
+    step_us: list[list[float]] = field(default_factory=list)
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WayCost:
+    """The result of one way; `run` is its first round.
+
+    schedule_us, update_us: the engine core's scheduler, before and after the model.
+    outputs_us: output processing. All are microseconds per row and step.
+    """
+
+    run: RunCost
+    schedule_us: float
+    update_us: float
+    outputs_us: float
+
+    @property
+    def core_us(self) -> float:
+        """The engine core's microseconds per row and step."""
+        return self.schedule_us + self.update_us
+
+    @property
+    def core_token_us(self) -> float:
+        """The engine core's microseconds per text token."""
+        return self.core_us * self.run.rows / self.run.tokens
+
+
+def way_cost(rounds: Sequence[RunCost]) -> WayCost:
+    """Return the least time of every step, summed. Raises EvaluationError if the steps differ."""
+    run = rounds[0]
+    if len({each.digest for each in rounds}) > 1:
+        raise EvaluationError("the rounds had different steps: their times cannot be compared")
+    steps = zip(*(each.step_us for each in rounds), strict=True)
+    least = [[min(times) for times in zip(*step, strict=True)] for step in steps]
+    schedule_us, update_us, outputs_us = map(sum, zip(*least, strict=True))
+    return WayCost(run, schedule_us / run.rows, update_us / run.rows, outputs_us / run.rows)
+
+
+def report_scheduler_cost(
+    settings: SchedulerCostSettings, folder: Path, start_stage: StartStage
+) -> Report:
+    """Measure the rounds that the folder does not have, and report all of them."""
+    store = PartStore(folder, {name: str(value) for name, value in settings if name != "rounds"})
+    rounds: dict[Way, list[RunCost]] = {way: [] for way in WAYS}
+    done = start_stage("rounds", settings.rounds)
+    with ExitStack() as stack:
+        processes: list[_Process] = []
+        for number in range(settings.rounds):
+            name = f"round-{number}"
+            if not store.has(name):
+                if not processes:
+                    processes = [stack.enter_context(_process(way, settings)) for way in WAYS]
+                store.add(name, {way: asdict(run) for way, run in _round(processes).items()})
+            found = store.find(name)
+            for way in WAYS:
+                rounds[way].append(RunCost(**found[way]))
+            done()
+    costs = {way: way_cost(runs) for way, runs in rounds.items()}
+    ratio = costs["ours, forked"].core_us / costs["vLLM"].core_us
+    return Report(
+        "The engine's own time per row",
+        {
+            "Engine": f"{settings.model} with the KV cache of an {settings.gpu}, in virtual time; "
+            "CPU times are measured on this machine",
+            "Load": f"{settings.answers} answers of {settings.trace.name}, at most "
+            f"{settings.max_requests} requests at once, {settings.kv_share:g} of the KV cache; "
+            f"{'text is streamed' if settings.streams else 'token ids come at the end'}",
+            "Engine core with forks over vLLM's": f"{ratio:.3f}x per row "
+            f"(goal {COST_GOAL}x: {'met' if ratio <= COST_GOAL else 'missed'})",
+        },
+        [cost_table(costs, settings.rounds)],
+        {},
+        {
+            way: asdict(cost) | {"run": asdict(replace(cost.run, step_us=[]))}
+            for way, cost in costs.items()
+        },
+    )
+
+
+def cost_table(costs: Mapping[Way, WayCost], num_rounds: int) -> ReportTable:
+    """Return the time per row and step by part, and per text token, a row for each way."""
+    rows = tuple(
+        (
+            way,
+            cost.schedule_us,
+            cost.update_us,
+            cost.core_us,
+            cost.core_us / costs["vLLM"].core_us,
+            cost.outputs_us,
+            cost.core_token_us,
+            cost.run.rows / cost.run.steps,
+            cost.run.steps,
+            cost.run.forks,
+            cost.run.preemptions,
+            cost.run.digest[:8],
+        )
+        for way, cost in costs.items()
+    )
+    columns = (
+        Column("scheduler"),
+        Column("schedule us", ".2f"),
+        Column("update us", ".2f"),
+        Column("both us", ".2f"),
+        Column("x vLLM", ".3f"),
+        Column("output processing us", ".2f"),
+        Column("both us per text token", ".2f"),
+        Column("rows per step", ".0f"),
+        Column("steps", ".0f"),
+        Column("forks", ".0f"),
+        Column("preemptions", ".0f"),
+        Column("hash of steps"),
+    )
+    return ReportTable(
+        "scheduler-cost",
+        "CPU microseconds per row and step",
+        columns,
+        rows,
+        note=f"The least time of each step in {num_rounds} rounds, over whole runs: prompts, "
+        "forks and ends are included. A server processes outputs in another process than the "
+        "engine core. Runs with the same hash had the same steps.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process with the engine of one way. It answers a number of steps with its state."""
+
+    way: Way
+    connection: Connection
+
+    def call(self, steps: int) -> tuple[float, RunCost | None]:
+        """Do so many steps; return the share of the text that is done, and the cost at the end."""
+        self.connection.send(steps)
+        answer = self.connection.recv()
+        if isinstance(answer, str):
+            raise EngineError(f"{self.way}: {answer}")
+        progress, cost = answer
+        return float(progress), cost
+
+
+def _round(processes: Sequence[_Process]) -> dict[Way, RunCost]:
+    """Run each way once, in turns: next is the one that has generated the least text."""
+    costs: dict[Way, RunCost] = {}
+    progress = {process: process.call(0)[0] for process in processes}
+    while progress:
+        process = min(progress, key=lambda each: progress[each])
+        progress[process], cost = process.call(_TURN_STEPS)
+        if cost is not None:
+            costs[process.way] = cost
+            del progress[process]
+    return costs
+
+
+@contextmanager
+def _process(way: Way, settings: SchedulerCostSettings) -> Iterator[_Process]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(way, settings, theirs), daemon=True)
+    process.start()
+    # With this copy open, the end of the process would go unnoticed.
+    theirs.close()
+    try:
+        yield _Process(way, ours)
+    finally:
+        ours.close()
+        process.join()
+
+
+def _serve(way: Way, settings: SchedulerCostSettings, connection: Connection) -> None:
+    """Run rounds, a few steps for each message, until the connection is closed."""
+    with TemporaryDirectory(prefix="apar-scheduler-cost-") as folder:
+        measured = _MeasuredEngine(way, settings, Path(folder))
+        while True:
+            run = measured.run()
+            cost: RunCost | None = None
+            while cost is None:
+                try:
+                    steps = connection.recv()
+                except EOFError:
+                    return
+                for _ in range(steps):
+                    cost = next(run)
+                    if cost is not None:
+                        break
+                connection.send((measured.progress, cost))
+
+
+class _MeasuredEngine:
+    """A virtual engine of one way, with timers around the parts of its steps."""
+
+    def __init__(self, way: Way, settings: SchedulerCostSettings, folder: Path) -> None:
+        engine = _engine(way, settings, folder)
+        self._llm_engine: Any = engine.llm.llm_engine
+        processor: Any = engine.llm.llm_engine.output_processor
+        # As in a server.
+        processor.records.keep_trees = False
+        self._scheduler: Any = engine.scheduler
+        self._forked = way == "ours, forked"
+        self._streams = settings.streams
+        self._answers = _answers(settings, folder)
+        self._num_tokens = sum(answer.text_tokens for answer in self._answers)
+        self._cost = RunCost()
+        self._num_generated = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._block_names: dict[int, int] = {}
+        self._time_parts()
+
+    @property
+    def progress(self) -> float:
+        """Share of the text that the run has generated."""
+        return self._num_generated / self._num_tokens
+
+    def run(self) -> Iterator[RunCost | None]:
+        """Submit all answers, then do a step for each item: None, and the cost after the last."""
+        self._scheduler.reset_prefix_cache()
+        self._cost = RunCost(tokens=self._num_tokens, forks=-self._num_forks)
+        self._num_generated = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._block_names = {}
+        for number, answer in enumerate(self._answers):
+            self._submit(number, answer)
+        num_left = len(self._answers)
+        # As vLLM does in the engine core: what exists before a run is not looked through again.
+        gc.collect()
+        gc.freeze()
+        while True:
+            self._cost.step_us.append([0.0, 0.0, 0.0])
+            num_left -= sum(output.finished for output in self._llm_engine.step())
+            if num_left == 0 and not self._scheduler.requests:
+                break
+            yield None
+        self._cost.forks += self._num_forks
+        self._cost.digest = self._digest.hexdigest()
+        yield self._cost
+
+    @property
+    def _num_forks(self) -> int:
+        sharing = getattr(self._scheduler, "block_sharing", None)
+        return 0 if sharing is None else int(sharing.counters.forks)
+
+    def _submit(self, number: int, answer: ReplayAnswer) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from apar_core.engine.replay import replay_args
+
+        scripts = answer.scripts(forked=self._forked)
+        extra_args = replay_args(scripts) | {"apar_enabled": self._forked}
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=answer.max_tokens,
+            detokenize=self._streams,
+            extra_args=extra_args,
+            output_kind=RequestOutputKind.DELTA if self._streams else RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(answer.prompt_ids)}
+        self._llm_engine.add_request(f"{number}", prompt, sampling, arrival_time=float(number))
+
+    def _time_parts(self) -> None:
+        """Put timers around the scheduler and the output processor."""
+        schedule, update = self._scheduler.schedule, self._scheduler.update_from_output
+        process = self._llm_engine.output_processor.process_outputs
+
+        def timed_schedule(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            step = schedule(*args, **kwargs)
+            self._add_time(0, began_s)
+            self._note(step)
+            return step
+
+        def timed_update(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            outputs = update(*args, **kwargs)
+            self._add_time(1, began_s)
+            self._num_generated += sum(
+                len(output.new_token_ids) for each in outputs.values() for output in each.outputs
+            )
+            return outputs
+
+        def timed_process(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            processed = process(*args, **kwargs)
+            self._add_time(2, began_s)
+            return processed
+
+        self._scheduler.schedule = timed_schedule
+        self._scheduler.update_from_output = timed_update
+        self._llm_engine.output_processor.process_outputs = timed_process
+
+    def _add_time(self, part: int, began_s: float) -> None:
+        self._cost.step_us[-1][part] += round(1e6 * (time.thread_time() - began_s), 1)
+
+    def _note(self, step: SchedulerOutput) -> None:
+        """Count a step, and add it to the digest without its request ids, which are random."""
+        if step.total_num_scheduled_tokens == 0:
+            return
+        cost, cached = self._cost, step.scheduled_cached_reqs
+        cost.steps += 1
+        cost.rows += len(step.num_scheduled_tokens)
+        cost.preemptions += len(step.preempted_req_ids or ())
+        new = [
+            (len(row.prompt_token_ids or ()), row.num_computed_tokens, self._named(row.block_ids))
+            for row in step.scheduled_new_reqs
+        ]
+        rows = [*step.num_scheduled_tokens.values()], cached.num_computed_tokens
+        blocks = [self._named(each) for each in cached.new_block_ids]
+        copies = [self._named([each]) for each in step.kv_cache_block_copies or ()]
+        self._digest.update(repr((rows, blocks, copies, new)).encode())
+
+    def _named(self, groups: Iterable[Sequence[int]] | None) -> list[list[int]]:
+        """Return KV blocks numbered by their first use: a round finds free blocks in any order."""
+        names = self._block_names
+        return [[names.setdefault(each, len(names)) for each in group] for group in groups or ()]
+
+
+def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineEngine:
+    """Return a virtual engine of a way."""
+    from apar_core.engine.offline_engine import OfflineEngine
+    from cluster.lab.virtual.engine import engine_arguments, write_model_folder
+    from cluster.lab.virtual.executor import AsyncVirtualExecutor, VirtualDevice
+
+    class VllmExecutor(AsyncVirtualExecutor):
+        """Leaves vLLM's own scheduler in place."""
+
+        def _init_executor(self) -> None:
+            scheduler_cls = self.scheduler_config.scheduler_cls
+            super()._init_executor()
+            self.scheduler_config.scheduler_cls = scheduler_cls
+
+        def _any_child_left_out(self, *_: Any) -> bool:
+            return False
+
+    spec = _spec(settings)
+    arguments = engine_arguments(spec, write_model_folder(spec.config, folder, spec.checkpoint))
+    arguments["disable_log_stats"] = not settings.streams
+    if way == "vLLM":
+        arguments |= {
+            "scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+            "distributed_executor_backend": VllmExecutor,
+            "max_num_seqs": settings.max_requests,
+        }
+    engine = OfflineEngine(arguments.pop("model"), **arguments)
+    core: Any = engine.llm.llm_engine
+    core.engine_core.engine_core.model_executor.attach(VirtualDevice(spec.costs), engine.scheduler)
+    return engine
+
+
+def _spec(settings: SchedulerCostSettings) -> VirtualSpec:
+    from apar_core.step_costs.gpus import find_gpu
+    from apar_core.step_costs.models import find_model
+    from apar_core.step_costs.predict import kv_tokens, step_costs
+    from cluster.lab.virtual.engine import VirtualSpec
+
+    model, gpu = find_model(settings.model), find_gpu(settings.gpu)
+    return VirtualSpec(
+        model.config,
+        step_costs(model, gpu),
+        round(settings.kv_share * kv_tokens(model, gpu)),
+        # Without the reserve, which vLLM lacks, both schedulers make the same steps without forks.
+        forks={"max_requests": settings.max_requests, "growth_reserve_tokens": 0},
+    )
+
+
+def _answers(settings: SchedulerCostSettings, folder: Path) -> list[ReplayAnswer]:
+    """Return as many answers as wanted; the trace is repeated if it has fewer."""
+    from cluster.lab.virtual.text import virtual_text
+    from cluster.loadtest.replay_answers import replay_answers
+    from cluster.loadtest.trace import read_trace
+
+    text = virtual_text()
+    lines = read_trace(settings.trace)
+    answers, _ = replay_answers(lines, text, text.tokens, max_tokens=2048)
+    return list(islice(cycle(answers), settings.answers))

@@ -1,0 +1,149 @@
+"""Latencies, goodput and balance of simulated runs, with confidence intervals over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from apar_core.intervals import half_width
+from cluster.lab.simulation.cluster import ClusterRun
+
+# Of the requests by arrival: the first fill the cluster, the last see it run empty.
+MEASURED = (0.25, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Service-level objectives: time to the first token, and whole latency per text token."""
+
+    first_token_s: float = 2.0
+    token_s: float = 0.05
+
+    def __str__(self) -> str:
+        return (
+            f"first token within {self.first_token_s:g} s, {1000 * self.token_s:g} ms per text "
+            "token with all waiting"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """Seconds from a request's arrival, of the requests in the middle of a run.
+
+    token_*: latency over text tokens. step_*: device time of the steps, weighted by rows.
+    goodput: share of requests within the objectives; failed ones are not. failed: share refused or
+    given up. imbalance: coefficient of variation of the replicas' threads, and max_over_mean those
+    of the fullest over the mean, both averaged over time. cached: share of prompt tokens found in a
+    prefix cache. preemptions: per thousand requests. rows: mean rows of a step.
+    """
+
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    first_token_p50_s: float
+    first_token_p99_s: float
+    token_p50_s: float
+    token_p99_s: float
+    step_p50_s: float
+    step_p99_s: float
+    goodput: float
+    failed: float
+    imbalance: float
+    max_over_mean: float
+    cached: float
+    preemptions: float
+    rows: float
+
+
+NAMES = tuple(field.name for field in fields(Measures))
+
+
+def measure(run: ClusterRun, slo: Slo, window_s: tuple[float, float] | None = None) -> Measures:
+    """Measure the requests of a run that came in a window, by default in its middle part."""
+    number = len(run.outcomes)
+    outcomes = run.outcomes[int(MEASURED[0] * number) : math.ceil(MEASURED[1] * number)]
+    if window_s is not None:
+        low, high = window_s
+        outcomes = [each for each in run.outcomes if low <= each.request.arrival_s < high]
+    served = [each for each in outcomes if each.error is None]
+    arrivals = _array(each.request.arrival_s for each in served)
+    latency = _array(each.end_s for each in served) - arrivals
+    first = _array(each.first_token_s for each in served) - arrivals
+    per_token = latency / _array(each.request.answer.text_tokens for each in served)
+    good = (first <= slo.first_token_s) & (per_token <= slo.token_s)
+    times = [each.request.arrival_s for each in outcomes]
+    cv, fullest = _imbalance(run, times[0], times[-1])
+    prompt_tokens = sum(each.request.prompt_tokens for each in served)
+    return Measures(
+        float(latency.mean()),
+        *_quantiles(latency),
+        *_quantiles(first),
+        *_quantiles(per_token),
+        *_step_quantiles(run.step_rows),
+        goodput=float(good.sum()) / len(outcomes),
+        failed=1 - len(served) / len(outcomes),
+        imbalance=cv,
+        max_over_mean=fullest,
+        cached=sum(each.cached_tokens for each in served) / max(1, prompt_tokens),
+        preemptions=1000.0 * run.preemptions / number,
+        rows=run.rows / max(1, run.steps),
+    )
+
+
+def _array(values: Any) -> npt.NDArray[np.float64]:
+    return np.array(list(values), dtype=float)
+
+
+def _quantiles(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    return float(np.quantile(values, 0.5)), float(np.quantile(values, 0.99))
+
+
+def _imbalance(run: ClusterRun, begin_s: float, end_s: float) -> tuple[float, float]:
+    variations, fullest = [], []
+    for sample in run.samples:
+        if begin_s <= sample.at_s <= end_s and any(sample.threads):
+            threads = _array(sample.threads)
+            variations.append(threads.std() / threads.mean())
+            fullest.append(threads.max() / threads.mean())
+    if not variations:
+        return 0.0, 1.0
+    return float(np.mean(variations)), float(np.mean(fullest))
+
+
+def _step_quantiles(weights: Mapping[float, int]) -> tuple[float, float]:
+    seconds = sorted(weights)
+    shares = np.cumsum([weights[each] for each in seconds])
+    places = np.searchsorted(shares, np.array([0.5, 0.99]) * shares[-1])
+    return seconds[places[0]], seconds[places[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Means over seeds, and half the width of their 95 % intervals (0 for one seed)."""
+
+    mean: Measures
+    half_width: Measures
+    num_seeds: int
+
+
+def summarise(measured: Sequence[Measures]) -> Summary:
+    """Combine the seeds of one setting."""
+    table = np.array([[getattr(each, name) for name in NAMES] for each in measured])
+    return Summary(
+        Measures(*table.mean(axis=0).tolist()),
+        Measures(*(half_width(column) for column in table.T)),
+        len(measured),
+    )
+
+
+def ratio(
+    over: Sequence[Measures], under: Sequence[Measures], get: Callable[[Measures], float]
+) -> tuple[float, float]:
+    """Return the mean ratio of two settings with the same seeds, and half its 95 % interval."""
+    ratios = np.array([get(a) / get(b) for a, b in zip(over, under, strict=True)])
+    return float(ratios.mean()), half_width(ratios)

@@ -1,0 +1,283 @@
+"""From a load and its limits to hardware, replicas and a cap on concurrent requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cluster.lab.sizing.errors import SizingError
+from cluster.lab.sizing.replica_run import ReplicaRun
+from cluster.lab.sizing.search import (
+    Candidate,
+    Conditions,
+    Found,
+    Replica,
+    Runner,
+    all_at_once,
+    bisect,
+    find_cap,
+    grid_rate,
+    rate_place,
+    saturate,
+)
+
+# Beside the cap found, so much of it is tried.
+_LOWER_CAP = 0.6
+# The confirming run has other arrivals, and more of them.
+_CONFIRMED_TIMES = 2.5
+OPTIONS = {"first token": "--first-token", "time per token": "--token", "latency": "--latency"}
+"""The option of `apar plan` for each limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What has to be served.
+
+    requests_per_s or users: exactly one of them. A user sends a request, waits for the answer,
+        and thinks for `think_s` seconds before the next.
+    headroom: growth of the load to plan for, as a share of it.
+    spare: replicas that may be missing.
+    """
+
+    requests_per_s: float | None = None
+    users: int | None = None
+    think_s: float = 0.0
+    headroom: float = 0.2
+    spare: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.requests_per_s is None) == (self.users is None):
+            raise SizingError("give a load: either requests per second or users")
+        if (self.requests_per_s or self.users or 0) <= 0:
+            raise SizingError("the load must be above 0")
+
+    def serving(self, rate: float, mean_latency_s: float) -> int:
+        """Return the replicas that serve the load and its headroom at a rate for each."""
+        if self.requests_per_s is not None:
+            worth = self.requests_per_s / rate
+        else:
+            assert self.users is not None
+            # Response time law: requests under way or thought about.
+            worth = self.users / (rate * (mean_latency_s + self.think_s))
+        # Floating-point sums may exceed a whole number slightly.
+        return max(1, math.ceil(worth * (1 + self.headroom) - 1e-9))
+
+    def rate_each(self, serving: int, mean_latency_s: float) -> float:
+        """Return the rate of each of so many replicas without the headroom."""
+        if self.requests_per_s is not None:
+            return self.requests_per_s / serving
+        assert self.users is not None
+        return self.users / serving / (mean_latency_s + self.think_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A candidate with the replicas that it needs; None where no number of them is enough."""
+
+    found: Found
+    serving: int | None
+    replicas: int | None
+    gpus: int | None
+    price: float | None = None
+
+    @property
+    def run(self) -> ReplicaRun:
+        """The run at the highest rate. Only for candidates that have one."""
+        assert self.found.run is not None
+        return self.found.run
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A recommendation, and what was tried for it.
+
+    best: the recommended candidate with the rate and the run of the confirming run.
+    searched: the same by the bisection alone, whose rate may be higher.
+    choices: all candidates, in the order of hardware, forks and cap.
+    sequential: the best candidate without forks on the same hardware, None if nothing forks.
+    expected_rate, expected: each replica at the load without headroom.
+    """
+
+    load: Load
+    conditions: Conditions
+    replicas: tuple[Replica, ...]
+    best: Choice
+    searched: Choice
+    choices: tuple[Choice, ...]
+    sequential: Choice | None
+    expected_rate: float
+    expected: ReplicaRun
+
+    @property
+    def hardware(self) -> Replica:
+        """The recommended replica."""
+        return self.replicas[self.best.found.candidate.replica]
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas to run, spare ones included."""
+        assert self.best.replicas is not None
+        return self.best.replicas
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas to run, without the spare ones."""
+        assert self.best.serving is not None
+        return self.best.serving
+
+
+Started = Callable[[str, int], Callable[[], None]]
+"""Begins a stage with a number of steps; the returned function is called after each."""
+
+
+def make_plan(
+    load: Load,
+    runs: Runner,
+    *,
+    caps: Sequence[int] = (),
+    prices: Sequence[float] = (),
+    started: Started = lambda _stage, _total: lambda: None,
+) -> Plan:
+    """Find the hardware and cap that serve a load within its limits at the least cost.
+
+    `caps` replaces the caps that are tried by default. The cost is the number of GPUs, or their
+    price if `prices` has one for each replica's GPU; ties go to fewer replicas, then to the
+    hardware named first. Raises SizingError if no candidate keeps the limits.
+    """
+    search = _Search(load, runs, tuple(caps), tuple(prices))
+    modes = (True, False) if runs.forks else (False,)
+    searches = [
+        (index, forked, cap)
+        for index in range(len(runs.replicas))
+        for forked in modes
+        for cap in (caps or (None,))
+    ]
+    done = started("candidates", len(searches))
+
+    def choices_of(index: int, forked: bool, cap: int | None) -> list[Choice]:
+        found = search.choices(index, cap, forked=forked)
+        done()
+        return found
+
+    choices = [
+        choice
+        for some in all_at_once([partial(choices_of, *each) for each in searches])
+        for choice in some
+    ]
+    possible = [choice for choice in choices if choice.replicas is not None]
+    candidates = [choice for choice in possible if choice.found.candidate.forked == modes[0]]
+    if not candidates:
+        raise SizingError(_impossible(choices, runs))
+    searched = min(candidates, key=_cost)
+    done = started("confirmation", 1)
+    best, expected_rate, expected = search.confirmed(searched)
+    done()
+    hardware = searched.found.candidate.replica
+    flat = [
+        choice
+        for choice in possible
+        if not choice.found.candidate.forked and choice.found.candidate.replica == hardware
+    ]
+    sequential = min(flat, key=_cost) if flat and runs.forks else None
+    return Plan(
+        load, runs.conditions, runs.replicas, best, searched, tuple(choices), sequential,
+        expected_rate, expected,
+    )  # fmt: skip
+
+
+class _Search:
+    """The searches of one plan."""
+
+    def __init__(
+        self, load: Load, runs: Runner, caps: tuple[int, ...], prices: tuple[float, ...]
+    ) -> None:
+        self._load = load
+        self._runs = runs
+        self._caps = caps
+        self._prices = prices
+
+    def choices(self, index: int, cap: int | None, *, forked: bool) -> list[Choice]:
+        """Return a replica's candidates: with the given cap, or the best one and a lower one."""
+        runs = self._runs
+        if cap is not None:
+            candidate = Candidate(index, cap, forked)
+            return [self.choice(bisect(runs, saturate(runs, candidate, is_complete=True)))]
+        found = [bisect(runs, find_cap(runs, index, forked=forked))]
+        lower = round(_LOWER_CAP * found[0].candidate.cap)
+        # Forks are compared with the best cap of sequential decoding.
+        if forked and lower > 0 and found[0].run is not None:
+            candidate = Candidate(index, lower, forked)
+            found.append(bisect(runs, saturate(runs, candidate, is_complete=True)))
+        return [self.choice(each) for each in found]
+
+    def choice(self, found: Found) -> Choice:
+        """Return a candidate with the replicas that the load needs of it."""
+        if found.run is None:
+            return Choice(found, None, None, None)
+        serving = self._load.serving(found.rate, found.run.mean_latency_s)
+        replicas = serving + self._load.spare
+        index = found.candidate.replica
+        gpus = replicas * self._runs.replicas[index].num_gpus
+        price = gpus * self._prices[index] if self._prices else None
+        return Choice(found, serving, replicas, gpus, price)
+
+    def confirmed(self, searched: Choice) -> tuple[Choice, float, ReplicaRun]:
+        """Return a candidate at the highest rate that a longer run with other arrivals confirms.
+
+        Also the rate and the run of each replica at the load without headroom.
+        """
+        runs, found = self._runs, searched.found
+        seed = runs.conditions.seed + 1
+        measured = round(_CONFIRMED_TIMES * runs.conditions.measured)
+
+        def run(rate: float) -> ReplicaRun:
+            return runs.run(found.candidate, rate, measured=measured, seed=seed, is_complete=True)
+
+        def expected_rate(choice: Choice) -> float:
+            # A lower rate has a lower latency, so that users send more; headroom covers it.
+            assert choice.serving is not None
+            rate = self._load.rate_each(choice.serving, choice.run.mean_latency_s)
+            return grid_rate(rate_place(rate) + 1)
+
+        rate = expected_rate(searched)
+        confirming, expected = all_at_once(
+            [partial(run, grid_rate(found.place)), partial(run, rate)]
+        )
+        place = found.place
+        while confirming.broken:
+            place -= 1
+            confirming = run(grid_rate(place))
+        best = self.choice(replace(found, place=place, run=confirming))
+        if (final_rate := expected_rate(best)) != rate:
+            expected = run(final_rate)
+        return best, final_rate, expected
+
+
+def _cost(choice: Choice) -> tuple[float, int, int, int]:
+    assert choice.gpus is not None
+    assert choice.replicas is not None
+    cost = choice.gpus if choice.price is None else choice.price
+    # With equal rates, a lower cap protects the running requests better in a burst.
+    candidate = choice.found.candidate
+    return cost, choice.replicas, candidate.replica, -choice.found.place * 10_000 + candidate.cap
+
+
+def _impossible(choices: Sequence[Choice], runs: Runner) -> str:
+    """Say which limits no number of replicas keeps, and what an idle one reaches."""
+    limits = runs.conditions.slos.named()
+    parts = []
+    for choice in choices:
+        idle = choice.found.idle
+        assert idle is not None
+        hardware = runs.replicas[choice.found.candidate.replica].hardware
+        reached = ", ".join(
+            f"{OPTIONS[name]} {limits[name]:g}s (p99 {idle.times[name].p99_s:.3g}s)"
+            for name in choice.found.broken
+            if name in limits
+        )
+        part = f"on an idle {hardware}: {reached}"
+        if part not in parts:
+            parts.append(part)
+    return f"no number of replicas keeps these limits {'; '.join(parts)}"

@@ -1,0 +1,388 @@
+"""Engine cores in virtual time without vLLM's front end: for many replicas in one event loop.
+
+A `VirtualCore` is vLLM's `EngineCore` with our scheduler and the virtual executor. It has no
+tokenizer, output processor or detokenizer, so a request comes as token ids and reports only its
+first token and its end. Given the same requests, it takes the same steps as `VirtualEngine`.
+
+A core advances its own clock. A caller with several of them steps the one whose `next_event_s` is
+the smallest, and delivers the events that it returns at their own times:
+
+    cores = VirtualCores(spec)
+    core = cores.build()
+    core.add(VirtualRequest("a", prompt_ids, scripts, max_tokens=100))
+    while core.has_work:
+        for event in core.step():
+            ...
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+
+from apar_core.engine.offline_engine import engine_core_in_this_process
+from apar_core.engine.replay import Scripts, replay_args
+from apar_core.engine.resume_request import completed, hand_to_scheduler
+from apar_core.errors import EngineError
+from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.journal import Journal, ThreadDelta
+from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.fork_settings import ForkSettings
+from apar_core.step_costs.costs import StepCosts
+from apar_core.tree.thread_names import (
+    ThreadPath,
+    replay_key_of_path,
+    thread_path,
+    thread_request_id,
+)
+from apar_core.vllm_names import EngineArgs, EngineCore, FinishReason, Request, call_at_preemption
+from cluster.lab.virtual.engine import VirtualSpec, engine_arguments, write_model_folder
+from cluster.lab.virtual.executor import StepTotals, VirtualClock, VirtualDevice
+from cluster.lab.virtual.text import checkpoint_tokens
+
+# More steps than this without a token, and nothing will ever change.
+_MAX_IDLE_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualRequest:
+    """A prompt with the tokens that each thread generates, by replay key, end tokens included.
+
+    `max_tokens` limits the text tokens of all threads together.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    scripts: Scripts
+    max_tokens: int
+    forked: bool = True
+    arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if "~" in self.request_id:
+            raise ValueError(f"request id {self.request_id!r} contains '~', which marks threads")
+
+
+@dataclass(frozen=True, slots=True)
+class CoreEvent:
+    """The first token of a request, or its end, when all of its threads have ended.
+
+    cached_tokens: prompt tokens found in the prefix cache.
+    generated_tokens: tokens of all threads so far, fork and end tokens included.
+    text_tokens: those without fork and end tokens.
+    """
+
+    request_id: str
+    time_s: float
+    is_end: bool
+    cached_tokens: int
+    generated_tokens: int
+    text_tokens: int
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in the core. `generated` counts tokens by thread, those of a journal included."""
+
+    request: VirtualRequest
+    generated: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, FinishReason] = field(default_factory=dict)
+    has_begun: bool = False
+    cached_tokens: int = 0
+
+
+class VirtualCores:
+    """Builds cores of one specification. They share vLLM's configuration and the model folder."""
+
+    def __init__(self, spec: VirtualSpec) -> None:
+        self.spec = spec
+        self._folder = TemporaryDirectory(prefix="virtual-core-")
+        path = write_model_folder(spec.config, Path(self._folder.name), spec.checkpoint)
+        arguments = engine_arguments(spec, path)
+        self.executor_class = arguments["distributed_executor_backend"]
+        self.vllm_config = EngineArgs(**arguments).create_engine_config()
+        # vLLM freezes the heap for each core. What is still frozen at exit is reported as a leak.
+        atexit.register(gc.unfreeze)
+
+    def build(self, *, costs: StepCosts | None = None, start_s: float = 0.0) -> VirtualCore:
+        """Return an idle core with an empty cache, with other costs if it is slower."""
+        return VirtualCore(self, costs or self.spec.costs, start_s)
+
+
+class VirtualCore:
+    """One engine core. `device` holds its costs, clock and step totals, which may be replaced."""
+
+    def __init__(self, cores: VirtualCores, costs: StepCosts, start_s: float = 0.0) -> None:
+        spec = cores.spec
+        self.spec = spec
+        self.tokens = checkpoint_tokens()
+        self.preemptions = 0
+        self.device = VirtualDevice(costs, VirtualClock(), attention=spec.attention)
+        self.device.clock.advance_to(start_s)
+        # vLLM caches its environment variables when it builds an engine core. Cached without this,
+        # an `OfflineEngine` that is built later would start a process.
+        with engine_core_in_this_process():
+            self._core: Any = EngineCore(cores.vllm_config, cores.executor_class, log_stats=False)
+        # The configuration and the folder live as long as one of the cores.
+        self._cores = cores
+        self.scheduler: Any = self._core.scheduler
+        self._core.model_executor.attach(self.device, self.scheduler)
+        call_at_preemption(self.scheduler, self._count_preemption)
+        settings = ForkSettings.model_validate(dict(spec.forks or {}))
+        self._parameters = ForkParameters(
+            fork_id=self.tokens.fork_id,
+            seed_ids=(self.tokens.child_id,),
+            banned_ids=(self.tokens.child_id,),
+            enabled=True,
+            max_threads=settings.max_threads,
+            max_forks=settings.max_forks,
+            end_ids=(self.tokens.end_id,),
+        ).to_extra_arg()
+        self._live: dict[str, _Live] = {}
+        self._idle_steps = 0
+
+    @property
+    def now_s(self) -> float:
+        """The time on the core's clock."""
+        return self.device.clock.now_s
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything; without work the clock stands still."""
+        return bool(self.scheduler.has_requests() or self._core.batch_queue)
+
+    @property
+    def next_event_s(self) -> float | None:
+        """Time at which the core schedules its next step, None while it is idle."""
+        return self.now_s if self.has_work else None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Requests that have not ended, in the order of their arrival."""
+        return tuple(self._live)
+
+    @property
+    def totals(self) -> StepTotals:
+        """Sums over all steps so far."""
+        return self.device.totals
+
+    @property
+    def num_forks(self) -> int:
+        """Forks so far, those included that wait or were refused."""
+        counters = self.scheduler.admission.counters
+        return int(counters.accepted + sum(counters.delayed.values()) + counters.refused)
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts that a replica's load report is made of (`core_state`)."""
+        return core_state(self.scheduler)
+
+    def add(self, request: VirtualRequest, journal: Journal = ()) -> None:
+        """Queue a request; an idle core's clock moves to its arrival.
+
+        With a journal, the core continues a request that another one has begun, as the product
+        does. Raises EngineError if the request does not fit, or if nothing of it is left to do.
+        """
+        if request.request_id in self._live:
+            raise EngineError(f"request {request.request_id!r} is already running")
+        if len(request.prompt_ids) >= self.spec.max_model_len:
+            raise EngineError(
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room in a context of "
+                f"{self.spec.max_model_len}"
+            )
+        if not self.has_work:
+            self.device.clock.advance_to(request.arrival_s)
+        arrival_s = self.device.clock.arrival_s(request.arrival_s)
+        engine_request = self._engine_request(request, arrival_s)
+        live = _Live(request)
+        if journal:
+            whole = completed(engine_request, journal, self.spec.max_model_len)
+            if all(delta.finish_reason is not None for delta in whole):
+                raise EngineError(f"all threads of {request.request_id!r} have ended")
+            for delta in whole:
+                name = thread_request_id(request.request_id, delta.path)
+                live.generated[name] = len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    live.reasons[name] = FinishReason(delta.finish_reason)
+            hand_to_scheduler(engine_request, whole)
+            live.has_begun = any(live.generated.values())
+        self._live[request.request_id] = live
+        self._idle_steps = 0
+        self._core.add_request(engine_request)
+
+    def step(self) -> list[CoreEvent]:
+        """Advance the clock to the end of the next step, and return its events.
+
+        Raises EngineError if the waiting requests can never run.
+        """
+        core = self._core
+        outputs = None
+        while outputs is None and self.has_work:
+            # With async scheduling, the first call only fills the batch queue.
+            outputs, has_executed = core.step_fn()
+            core.post_step(has_executed)
+            self._idle_steps = 0 if has_executed else self._idle_steps + 1
+            if self._idle_steps > _MAX_IDLE_STEPS and self._live:
+                raise EngineError(
+                    f"none of {len(self.scheduler.requests)} threads fits into the KV cache"
+                )
+        events: list[CoreEvent] = []
+        stopped: dict[str, None] = {}
+        for output in (each for client in (outputs or {}).values() for each in client.outputs):
+            self._take(output, events, stopped)
+        for request_id in stopped:
+            if self.scheduler.threads.group_of_root(request_id) is None:
+                events.append(self._event(self._live.pop(request_id), is_end=True))
+        return events
+
+    def abort(self, request_id: str) -> None:
+        """End a request with all its threads, without an event."""
+        del self._live[request_id]
+        self._core.abort_requests([request_id])
+
+    def journal(self, request_id: str) -> Journal:
+        """Return what each thread of a request has generated, so that another core continues it."""
+        live = self._live[request_id]
+        deltas: list[ThreadDelta] = []
+        pending: list[ThreadPath] = [()]
+        while pending:
+            path = pending.pop()
+            name = thread_request_id(request_id, path)
+            script = live.request.scripts[replay_key_of_path(path)]
+            token_ids = tuple(script[: live.generated.get(name, 0)])
+            reason = live.reasons.get(name)
+            deltas.append(ThreadDelta(path, token_ids, None if reason is None else int(reason)))
+            if live.request.forked:
+                num_forks = token_ids.count(self.tokens.fork_id)
+                pending.extend((*path, ordinal) for ordinal in range(num_forks))
+        return tuple(sorted(deltas))
+
+    def _engine_request(self, request: VirtualRequest, arrival_s: float) -> Request:
+        parameters = {**self._parameters, "enabled": request.forked}
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request.max_tokens,
+            detokenize=False,
+            # The scripts are plain text here: nothing checks who has sent them.
+            extra_args={
+                EXTRA_ARG: parameters,
+                **{name: str(value) for name, value in replay_args(request.scripts).items()},
+            },
+        )
+        end_id = self.tokens.end_id
+        params.update_from_generation_config({"eos_token_id": end_id}, end_id)
+        return Request(
+            request_id=request.request_id,
+            prompt_token_ids=list(request.prompt_ids),
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=arrival_s,
+            block_hasher=self._core.request_block_hasher,
+        )
+
+    def _take(self, output: Any, events: list[CoreEvent], stopped: dict[str, None]) -> None:
+        """Count a thread's new tokens; note its request in `stopped` if the thread has ended."""
+        name = output.request_id
+        root_id = name.partition("~")[0]
+        live = self._live.get(root_id)
+        if live is None:
+            return
+        if output.new_token_ids:
+            live.generated[name] = live.generated.get(name, 0) + len(output.new_token_ids)
+            if not live.has_begun:
+                live.has_begun = True
+                if output.prefill_stats is not None:
+                    live.cached_tokens = output.prefill_stats.num_cached_tokens
+                events.append(self._event(live, is_end=False))
+        if output.finish_reason is not None:
+            live.reasons[name] = output.finish_reason
+            stopped[root_id] = None
+
+    def _event(self, live: _Live, *, is_end: bool) -> CoreEvent:
+        request, hidden = live.request, (self.tokens.fork_id, self.tokens.end_id)
+        generated = sum(live.generated.values())
+        num_hidden = 0
+        for name, number in live.generated.items():
+            key = replay_key_of_path(thread_path(request.request_id, name))
+            script = request.scripts.get(key, ())[:number]
+            num_hidden += sum(token_id in hidden for token_id in script)
+        return CoreEvent(
+            request.request_id,
+            self.now_s,
+            is_end,
+            live.cached_tokens,
+            generated,
+            generated - num_hidden,
+        )
+
+    def _count_preemption(self) -> None:
+        self.preemptions += 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """Times of one request; latencies count from `arrival_s`."""
+
+    request_id: str
+    arrival_s: float
+    first_token_s: float
+    end_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    text_tokens: int
+
+
+def run_open_loop(
+    core: VirtualCore,
+    requests: Iterable[VirtualRequest],
+    on_end: Callable[[ServedRequest], Iterable[VirtualRequest]] | None = None,
+) -> list[ServedRequest]:
+    """Serve requests at their arrival times, and return them in the order of their ends.
+
+    `on_end` returns requests that follow the end of one (closed loop); one that should come at once
+    arrives at its `end_s`. Arrivals before the core's present time count as made now.
+    """
+    coming = [(each.arrival_s, number, each) for number, each in enumerate(requests)]
+    heapq.heapify(coming)
+    num_seen = len(coming)
+    running: dict[str, tuple[VirtualRequest, float]] = {}
+    served: list[ServedRequest] = []
+    while coming or core.has_work:
+        while coming and (not core.has_work or coming[0][0] <= core.now_s):
+            request = heapq.heappop(coming)[-1]
+            core.add(request)
+            running[request.request_id] = (request, request.arrival_s)
+        for event in core.step():
+            request, first_token_s = running[event.request_id]
+            if not event.is_end:
+                running[event.request_id] = (request, event.time_s)
+                continue
+            del running[event.request_id]
+            end = ServedRequest(
+                request.request_id,
+                request.arrival_s,
+                first_token_s,
+                event.time_s,
+                len(request.prompt_ids),
+                event.cached_tokens,
+                event.generated_tokens,
+                event.text_tokens,
+            )
+            served.append(end)
+            for each in on_end(end) if on_end is not None else ():
+                heapq.heappush(coming, (each.arrival_s, num_seen, each))
+                num_seen += 1
+    return served

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from apar_core.engine.replay import replay_args
+from apar_core.errors import EngineError
+from apar_core.step_costs.costs import StepCosts
+from cluster.lab.virtual.core import (
+    ServedRequest,
+    VirtualCore,
+    VirtualCores,
+    VirtualRequest,
+    run_open_loop,
+)
+from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
+from cluster.lab.virtual.executor import StepRecord
+from cluster.lab.virtual.text import checkpoint_tokens
+
+TOKENS = checkpoint_tokens()
+COSTS = StepCosts(
+    "test", "predicted", "made up", ((1, 0.01), (64, 0.02)), 1e-6, launch_s=1e-3, host_row_s=1e-5
+)
+CONFIG = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+# A cache that is too small for all requests at once, so that threads are preempted.
+SPEC = VirtualSpec(CONFIG, COSTS, kv_tokens=2048, max_model_len=512, forks={"max_requests": 12})
+
+
+def request(
+    number: int, *, arrival_s: float = 0.0, forked: bool = True, prefix: int = 0
+) -> VirtualRequest:
+    """A list of two to five items, each with a detail; forked, or the same text as one thread."""
+    random_ = random.Random(number)
+    details = [_text(random_, 10, 60) for _ in range(random_.randint(2, 5))]
+    items = [_text(random_, 3, 8) for _ in details]
+    root = [token for item in items for token in (*item, TOKENS.fork_id)]
+    scripts = {"": [*root, TOKENS.end_id]}
+    scripts |= {str(index): [*each, TOKENS.end_id] for index, each in enumerate(details)}
+    pairs = zip(items, details, strict=True)
+    flat = [token for item, detail in pairs for token in (*item, *detail)] + [TOKENS.end_id]
+    prompt = [7] * prefix + _text(random_, 20, 100)
+    name = f"r{number}"
+    return VirtualRequest(
+        name, prompt, scripts if forked else {"": flat}, len(flat), forked, arrival_s
+    )
+
+
+def _text(random_: random.Random, least: int, most: int) -> list[int]:
+    return [random_.randint(200, 900) for _ in range(random_.randint(least, most))]
+
+
+def arrivals(number: int, *, forked: bool = True) -> list[VirtualRequest]:
+    random_ = random.Random(0)
+    times = sorted(random_.uniform(0.0, 2.0) for _ in range(number))
+    return [request(index, arrival_s=at_s, forked=forked) for index, at_s in enumerate(times)]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def cores(request: pytest.FixtureRequest) -> VirtualCores:
+    return VirtualCores(replace(SPEC, is_async=request.param))
+
+
+@pytest.fixture
+def core(cores: VirtualCores) -> VirtualCore:
+    return cores.build()
+
+
+def recorded(core: VirtualCore) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    core.device.on_step = records.append
+    return records
+
+
+def test_takes_the_steps_of_an_engine_with_its_front_end(cores: VirtualCores) -> None:
+    requests = [*arrivals(30), *(request(100 + n, arrival_s=2.0, forked=False) for n in range(4))]
+    core = cores.build()
+    expected = recorded(core)
+    run_open_loop(core, requests)
+
+    with VirtualEngine(cores.spec) as engine:
+        found: list[StepRecord] = []
+        engine.device.on_step = found.append
+        _serve(engine.llm.llm_engine, engine.device.clock, requests)
+
+    assert core.preemptions > 0
+    assert core.num_forks > 60
+    assert found == expected
+
+
+def _serve(llm_engine: Any, clock: Any, requests: list[VirtualRequest]) -> None:
+    coming = list(requests)
+    while coming or llm_engine.has_unfinished_requests():
+        if not llm_engine.has_unfinished_requests():
+            clock.advance_to(coming[0].arrival_s)
+        while coming and coming[0].arrival_s <= clock.now_s:
+            each = coming.pop(0)
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=each.max_tokens,
+                detokenize=False,
+                extra_args={**replay_args(each.scripts), "apar_enabled": each.forked},
+            )
+            number = len(requests) - len(coming)
+            llm_engine.add_request(
+                each.request_id,
+                {"prompt_token_ids": list(each.prompt_ids)},
+                params,
+                arrival_time=each.arrival_s + 1e-9 * number,
+            )
+        llm_engine.step()
+
+
+def test_requests_of_an_open_loop_are_served_whole_and_in_time(core: VirtualCore) -> None:
+    requests = arrivals(20)
+
+    served = {each.request_id: each for each in run_open_loop(core, requests)}
+
+    assert len(served) == 20
+    for each in requests:
+        end = served[each.request_id]
+        tokens = [token for script in each.scripts.values() for token in script]
+        assert end.generated_tokens == len(tokens)
+        assert end.text_tokens == each.max_tokens - 1
+        assert each.arrival_s == end.arrival_s < end.first_token_s < end.end_s
+    assert not core.has_work
+    assert core.state()["free_blocks"] == core.state()["kv_blocks"]
+
+
+def test_a_request_that_runs_alone_takes_one_step_a_token(core: VirtualCore) -> None:
+    (served,) = run_open_loop(core, [request(1, arrival_s=5.0, forked=False)])
+
+    assert served.first_token_s > 5.0
+    # The executor is asked for a token more where it is scheduled ahead.
+    assert core.totals.steps - served.generated_tokens in (0, 1)
+
+
+def test_a_closed_loop_sends_a_request_at_the_end_of_another(core: VirtualCore) -> None:
+    left = iter(range(2, 10))
+
+    def following(end: ServedRequest) -> Iterator[VirtualRequest]:
+        if (number := next(left, None)) is not None:
+            yield request(number, arrival_s=end.end_s)
+
+    served = run_open_loop(core, [request(0), request(1)], following)
+
+    ends = {each.end_s for each in served}
+    assert len(served) == 10
+    assert sum(each.arrival_s in ends for each in served) == 8
+
+
+def test_two_runs_are_identical(cores: VirtualCores) -> None:
+    runs = [run_open_loop(cores.build(), arrivals(15)) for _ in range(2)]
+
+    assert runs[0] == runs[1]
+
+
+def test_a_slower_core_takes_longer_over_the_same_steps(cores: VirtualCores) -> None:
+    usual, slow = cores.build(), cores.build(costs=COSTS.slower(2.0))
+    requests = [request(number) for number in range(5)]
+
+    run_open_loop(usual, requests)
+    run_open_loop(slow, requests)
+
+    assert slow.totals.rows == usual.totals.rows
+    assert slow.totals.device_s == pytest.approx(2.0 * usual.totals.device_s)
+
+
+def test_shared_prompts_are_found_in_the_prefix_cache(core: VirtualCore) -> None:
+    first, second = request(1, prefix=64), request(2, prefix=64, arrival_s=100.0)
+
+    served = run_open_loop(core, [first, second])
+
+    assert [each.cached_tokens for each in served] == [0, 64]
+
+
+@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("num_steps", [0, 1, 9, 30])
+def test_a_journal_continues_a_request_on_another_core(
+    cores: VirtualCores, forked: bool, num_steps: int
+) -> None:
+    lost, other = cores.build(), cores.build()
+    wanted = request(3, forked=forked)
+    whole = sum(map(len, wanted.scripts.values()))
+    lost.add(wanted)
+    for _ in range(num_steps):
+        lost.step()
+
+    journal = lost.journal("r3")
+    other.add(replace(wanted, arrival_s=lost.now_s), journal)
+    events = [event for _ in range(400) if other.has_work for event in other.step()]
+
+    known = sum(len(delta.token_ids) for delta in journal)
+    assert (known > 0) == (num_steps > 0)
+    assert [event.is_end for event in events] == ([True] if known else [False, True])
+    assert events[-1].generated_tokens == whole
+
+
+def test_an_aborted_request_frees_its_blocks_and_has_no_events(core: VirtualCore) -> None:
+    core.add(request(1))
+    core.add(request(2))
+    for _ in range(12):
+        core.step()
+
+    core.abort("r1")
+    events = []
+    while core.has_work:
+        events.extend(core.step())
+
+    assert {event.request_id for event in events} == {"r2"}
+    assert core.num_requests == 0
+    assert core.state()["free_blocks"] == core.state()["kv_blocks"]
+
+
+def test_the_state_counts_requests_and_threads(core: VirtualCore) -> None:
+    for number in range(3):
+        core.add(request(number))
+    for _ in range(25):
+        core.step()
+
+    state = core.state()
+
+    assert state["requests"] == core.num_requests == 3
+    assert state["threads"] > 3
+    assert state["free_blocks"] < state["kv_blocks"] == 128
+    assert state["steps"]["num_steps"] == pytest.approx(core.totals.steps, abs=2)
+
+
+def test_a_request_that_never_fits_is_reported(core: VirtualCore) -> None:
+    core.scheduler.kv_cache_manager.block_pool.get_new_blocks(124)
+    core.add(VirtualRequest("long", list(range(300, 500)), {"": [TOKENS.end_id]}, 1))
+
+    with pytest.raises(EngineError, match="none of 1 threads fits"):
+        run_open_loop(core, [])
+
+
+def test_a_prompt_as_long_as_the_context_is_refused(core: VirtualCore) -> None:
+    with pytest.raises(EngineError, match="leaves no room in a context of 512"):
+        core.add(VirtualRequest("long", [300] * 512, {"": [TOKENS.end_id]}, 1))

@@ -1,0 +1,44 @@
+"""Worker processes end with the process that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROGRAM = """
+import os, time
+
+from cluster.lab.virtual.workers import worker_pool
+
+if __name__ == "__main__":
+    with worker_pool(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        time.sleep(60)
+"""
+WAIT_S = 120
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        # A process that has ended but was not waited for counts as ended.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert is_alive(worker)
+        os.kill(parent.pid, signal.SIGKILL)
+
+    deadline_s = time.monotonic() + WAIT_S
+    while is_alive(worker) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not is_alive(worker)
