@@ -244,7 +244,7 @@ def test_another_process_with_another_hash_seed_writes_the_same_bytes(
         [sys.executable, "-c", code],
         capture_output=True,
         check=True,
-        cwd=Path(__file__).parents[4],
+        cwd=Path(__file__).parents[5],
         env={**os.environ, "PYTHONHASHSEED": "7", "VLLM_LOGGING_LEVEL": "ERROR"},
     )
 
