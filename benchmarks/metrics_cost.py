@@ -24,6 +24,7 @@ import psutil
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
+from apar_core.scheduler.core_state import CoreState
 from deployments.metrics import catalogue, node
 from deployments.metrics.node import NodePage, open_process, write_changes
 from deployments.metrics.recorder import Recorder
@@ -168,7 +169,7 @@ async def _measure(
             await asyncio.gather(*(ask(http) for _ in range(number)))
 
     await ask_all(concurrency)
-    steps_before = (await engine.core_state())["steps"]["num_steps"]
+    steps_before = _num_steps(await engine.core_state())
     timed = (
         (PrometheusStatLogger, "record", "vLLM"),
         (ReplicaMetrics, "finished", "replica"),
@@ -180,7 +181,7 @@ async def _measure(
         await ask_all(requests)
         cpu_s, wall_s = _cpu_s() - cpu_s, time.perf_counter() - began_s
     state = await engine.core_state()
-    steps = state["steps"]["num_steps"] - steps_before
+    steps = _num_steps(state) - steps_before
     tokens = requests * num_tokens
 
     everything = list(node._changed)
@@ -220,6 +221,11 @@ async def _measure(
         "share: all but vLLM's own": (counted_s - clock.seconds["vLLM"] + running_s) / cpu_s,
         **_units(),
     }
+
+
+def _num_steps(state: CoreState) -> int:
+    assert state.steps is not None
+    return state.steps.num_steps
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from apar_core.fork_parameters import KeyTerms
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.formats.resolved_format import ResolvedFormat
 from apar_core.journal import Journal
-from apar_core.scheduler.core_state import CORE_STATE_CALL, combined
+from apar_core.scheduler.core_state import CORE_STATE_CALL, CoreState, combined
 from apar_core.scheduler.fork_settings import generates
 from apar_core.vllm_names import (
     AsyncLLM,
@@ -193,18 +193,19 @@ class AparAsyncLLM(AsyncLLM):
     def _output(self) -> ForkOutputProcessor:
         return cast(ForkOutputProcessor, self.output_processor)
 
-    async def core_state(self) -> dict[str, Any]:
+    async def core_state(self) -> CoreState:
         """Return the state of the engine core, of all its data-parallel ranks together."""
         return combined(await self.core_states())
 
-    async def core_states(self) -> list[dict[str, Any]]:
-        """Return the state of each data-parallel rank's engine core: see `core_state.py`."""
+    async def core_states(self) -> list[CoreState]:
+        """Return the state of each data-parallel rank's engine core."""
         core: Any = self.engine_core
         if self.vllm_config.parallel_config.data_parallel_size == 1:
-            return [await core.call_utility_async(CORE_STATE_CALL)]
-        # `call_utility_async` returns the first rank's answer only.
-        states: list[dict[str, Any]] = await core.call_utility_all_async(CORE_STATE_CALL)
-        return states
+            states = [await core.call_utility_async(CORE_STATE_CALL)]
+        else:
+            # `call_utility_async` returns the first rank's answer only.
+            states = await core.call_utility_all_async(CORE_STATE_CALL)
+        return [CoreState.from_plain(state) for state in states]
 
 
 def _warm_up_params() -> Iterator[tuple[str, SamplingParams]]:

@@ -13,13 +13,14 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message
 
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import KeyTerms
+from apar_core.scheduler.core_state import CoreState
 from deployments.replica.engine_trace import EngineTrace, start_engine_trace
 from deployments.replica.replica_metrics import ReplicaMetrics
 from deployments.tracing.tracing import Tracing
@@ -60,7 +61,7 @@ class AnsweringEngine(Protocol):
     def errored(self) -> bool:
         """Whether the engine is dead."""
 
-    async def core_state(self) -> dict[str, Any]:
+    async def core_state(self) -> CoreState:
         """Return the engine core's state, between two steps."""
 
     def follow(

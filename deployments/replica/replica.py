@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 from starlette.types import ASGIApp
 
+from apar_core.scheduler.core_state import CoreState, StepTotals
 from deployments.autoscaling import ReplicaReport
 from deployments.config.logging import LoggingConfig
 from deployments.config.tracing import TracingConfig
@@ -152,12 +153,11 @@ class Replica(Answering):
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Report the load to the autoscaling policy; called by Ray Serve."""
         state = await self._engine.core_state()
-        blocks = state["kv_blocks"]
         report = ReplicaReport(
             requests=float(self.num_inside),
-            threads=float(state["threads"]),
-            waiting_forks=float(state.get("deferred_threads", 0)),
-            kv_use=1 - state["free_blocks"] / blocks if blocks else 0.0,
+            threads=float(state.threads),
+            waiting_forks=float(state.deferred_threads),
+            kv_use=state.kv_use,
         )
         return asdict(report)
 
@@ -166,9 +166,8 @@ class Replica(Answering):
 
         `requests_inside` counts the requests on the HTTP side.
         """
-        return {"requests_inside": self._engine.get_num_unfinished_requests()} | (
-            await self._engine.core_state()
-        )
+        state = asdict(await self._engine.core_state())
+        return {"requests_inside": self._engine.get_num_unfinished_requests()} | state
 
     # Ray Serve awaits this at shutdown.
     async def __del__(self) -> None:
@@ -218,16 +217,14 @@ class LoadReporter:
         self._address = address
         self._samples: deque[_Sample] = deque()
 
-    def report(self, state: Mapping[str, Any], requests: int, now_s: float) -> ReplicaLoad:
+    def report(self, state: CoreState, requests: int, now_s: float) -> ReplicaLoad:
         """Report the load now, with `requests` calls inside the replica.
 
-        `state` is the engine's `core_state`. Its own number of requests counts each choice of an
-        answer; Ray Serve's cap counts calls.
+        The state's own number of requests counts each choice of an answer; Ray Serve's cap counts
+        calls.
         """
-        steps = state.get("steps", {})
-        sample = _Sample(
-            now_s, steps.get("num_steps", 0), steps.get("num_rows", 0), steps.get("busy_s", 0.0)
-        )
+        steps = state.steps or StepTotals(0, 0, 0.0)
+        sample = _Sample(now_s, steps.num_steps, steps.num_rows, steps.busy_s)
         self._samples.append(sample)
         while len(self._samples) > 2 and self._samples[1].at_s <= now_s - WINDOW_S:
             self._samples.popleft()
@@ -236,15 +233,15 @@ class LoadReporter:
         num_steps = sample.num_steps - oldest.num_steps
         return ReplicaLoad(
             requests=requests,
-            threads=state["threads"],
-            waiting_forks=state.get("deferred_threads", 0),
-            blocks=state["kv_blocks"],
-            free_blocks=state["free_blocks"],
+            threads=state.threads,
+            waiting_forks=state.deferred_threads,
+            blocks=state.kv_blocks,
+            free_blocks=state.free_blocks,
             block_size=self._block_size,
             tokens_per_s=(sample.num_rows - oldest.num_rows) / busy_s if busy_s > 0 else 0.0,
             step_s=busy_s / num_steps if num_steps else 0.0,
             taken_at_s=now_s,
-            thread_weight=state.get("thread_weight", 1.0),
+            thread_weight=state.thread_weight,
             address=self._address,
         )
 

@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray import serve
@@ -13,6 +12,7 @@ from ray.experimental import internal_kv
 from ray.serve._private.constants import SERVE_NAMESPACE
 
 from apar_core.engine.request_follower import RequestFollower
+from apar_core.scheduler.core_state import CoreState, StepTotals
 from apar_core.tree.statistics import TreeStatistics
 from deployments.metrics import catalogue
 from deployments.metrics.recorder import FlushTimer, Recorder
@@ -84,49 +84,47 @@ class ReplicaMetrics:
             if num_tokens > 1 and decode_s > 0:
                 record.observe(metric, decode_s / (num_tokens - 1))
 
-    def take(self, state: Mapping[str, Any] | None, num_requests: int) -> None:
+    def take(self, state: CoreState | None, num_requests: int) -> None:
         """Record the requests inside and the engine core's state, None if unknown."""
         self.recorder.set(catalogue.REPLICA_REQUESTS, num_requests)
         self._take_values(state)
-        if state is not None and "steps" in state:
-            self._take_totals(state)
+        if state is not None and state.steps is not None:
+            self._take_totals(state, state.steps)
 
-    def _take_values(self, state: Mapping[str, Any] | None) -> None:
+    def _take_values(self, state: CoreState | None) -> None:
         """Set the gauges of the engine's current state."""
         record = self.recorder
         if state is None:
             values: tuple[float | None, ...] = (None, None, None)
         else:
-            blocks, free = state["kv_blocks"], state["free_blocks"]
-            values = (blocks, free, 1 - free / blocks if blocks else 0.0)
+            values = (state.kv_blocks, state.free_blocks, state.kv_use)
         for metric, value in zip(_STATE_GAUGES, values, strict=True):
             record.set(metric, value)
         for name, field in _THREAD_STATES.items():
-            number = None if state is None else state.get(field, 0)
+            number = None if state is None else getattr(state, field)
             record.set(catalogue.THREADS, number, state=name)
 
-    def _take_totals(self, state: Mapping[str, Any]) -> None:
+    def _take_totals(self, state: CoreState, steps: StepTotals) -> None:
         """Set the counters that the scheduler keeps since the engine's start."""
         record = self.recorder
-        steps, forks, sharing = state["steps"], state["admission_counters"], state["fork_counters"]
-        record.set_total(catalogue.ENGINE_STEPS, steps["num_steps"])
-        record.set_total(catalogue.ENGINE_BUSY_SECONDS, steps["busy_s"])
-        record.set_total(catalogue.GENERATED_TOKENS, state["generated_tokens"])
-        record.set_total(catalogue.FORKS, forks["accepted"], outcome="accepted")
-        record.set_total(catalogue.FORKS, sum(forks["delayed"].values()), outcome="delayed")
-        record.set_total(catalogue.FORKS, forks["refused"], outcome="refused")
-        for reason, number in forks["delayed"].items():
+        forks, sharing, joins = state.admission_counters, state.fork_counters, state.join_counters
+        record.set_total(catalogue.ENGINE_STEPS, steps.num_steps)
+        record.set_total(catalogue.ENGINE_BUSY_SECONDS, steps.busy_s)
+        record.set_total(catalogue.GENERATED_TOKENS, state.generated_tokens)
+        record.set_total(catalogue.FORKS, forks.accepted, outcome="accepted")
+        record.set_total(catalogue.FORKS, sum(forks.delayed.values()), outcome="delayed")
+        record.set_total(catalogue.FORKS, forks.refused, outcome="refused")
+        for reason, number in forks.delayed.items():
             record.set_total(catalogue.FORK_DELAYS, number, reason=reason)
-        record.set_total(catalogue.KV_SHARED_BLOCKS, sharing["shared_blocks"])
-        record.set_total(catalogue.KV_COPIED_BLOCKS, sharing["copied_blocks"])
-        record.set_total(catalogue.KV_RELEASED_EARLY_BLOCKS, sharing["released_early_blocks"])
-        families = state.get("family_counts", {})
+        record.set_total(catalogue.KV_SHARED_BLOCKS, sharing.shared_blocks)
+        record.set_total(catalogue.KV_COPIED_BLOCKS, sharing.copied_blocks)
+        record.set_total(catalogue.KV_RELEASED_EARLY_BLOCKS, sharing.released_early_blocks)
+        families = state.family_counts
         record.set_total(catalogue.FAMILY_ROWS, families.get("shared_rows", 0))
         record.set_total(catalogue.FAMILY_SAVED_BLOCKS, families.get("saved_blocks", 0))
-        joins = state["join_counters"]
-        record.set_total(catalogue.JOINS, joins["joins"])
-        record.set_total(catalogue.JOIN_TOKENS, joins["shared_tokens"], outcome="reused")
-        record.set_total(catalogue.JOIN_TOKENS, joins["computed_tokens"], outcome="computed")
+        record.set_total(catalogue.JOINS, joins.joins)
+        record.set_total(catalogue.JOIN_TOKENS, joins.shared_tokens, outcome="reused")
+        record.set_total(catalogue.JOIN_TOKENS, joins.computed_tokens, outcome="computed")
 
 
 def _unforked_statistics(follower: RequestFollower) -> TreeStatistics | None:
@@ -156,7 +154,7 @@ class LastState:
 
     def __init__(
         self,
-        core_state: Callable[[], Awaitable[dict[str, Any]]],
+        core_state: Callable[[], Awaitable[CoreState]],
         *,
         timeout_s: float = _STATE_TIMEOUT_S,
         max_age_s: float = _MAX_STATE_AGE_S,
@@ -164,11 +162,11 @@ class LastState:
         self._core_state = core_state
         self._timeout_s = timeout_s
         self._max_age_s = max_age_s
-        self._asked: asyncio.Future[dict[str, Any]] | None = None
-        self._state: dict[str, Any] | None = None
+        self._asked: asyncio.Future[CoreState] | None = None
+        self._state: CoreState | None = None
         self._received_s = time.monotonic()
 
-    async def get(self) -> dict[str, Any] | None:
+    async def get(self) -> CoreState | None:
         """Return the current state, or the last one, or None if that is too old.
 
         Raises what `core_state` raises.
@@ -201,7 +199,7 @@ class ReplicaReporter:
 
     def start(
         self,
-        core_state: Callable[[], Awaitable[dict[str, Any]]],
+        core_state: Callable[[], Awaitable[CoreState]],
         num_inside: Callable[[], int],
         log_lines_dropped: Callable[[], int],
     ) -> None:

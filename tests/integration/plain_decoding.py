@@ -14,7 +14,7 @@ from apar_core.engine.thread_outputs import TextToken
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.core_state import CoreState, core_state
 from apar_core.tree.threads import thread_prefix, thread_texts
 
 # A float32 logit differs by about 1e-5 between two ways of adding up the same numbers.
@@ -36,7 +36,7 @@ class Run:
 
     threads: tuple[GeneratedThread, ...]
     preemptions: int
-    state_after: dict[str, Any]
+    state_after: CoreState
     num_draft_tokens: int
 
 

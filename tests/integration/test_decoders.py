@@ -145,8 +145,8 @@ def test_vllms_medusa_method_takes_the_shipped_heads_and_forks_as_without(
     assert run.num_draft_tokens > 0
     assert threads_of_run(run) == threads_of_run(engine_answers.run)
     assert speculating.plain == engine_answers.plain
-    assert run.state_after["threads"] == 0
-    assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
+    assert run.state_after.threads == 0
+    assert run.state_after.free_blocks == run.state_after.kv_blocks
 
 
 @pytest.mark.slow
@@ -162,4 +162,4 @@ def test_vllms_medusa_method_takes_the_folder_of_the_shipped_heads_as_it_is() ->
 
     assert run.num_draft_tokens > 0
     assert any(thread.is_child for thread in run.threads)
-    assert run.state_after["threads"] == 0
+    assert run.state_after.threads == 0

@@ -119,8 +119,8 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
     assert FORKED_THREADS[way] > 0
     assert (run.preemptions > 0) == ("preempted" in expected)
     assert (run.num_draft_tokens > 0) == ("speculated" in expected)
-    assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
-    assert run.state_after["threads"] == 0
+    assert run.state_after.free_blocks == run.state_after.kv_blocks
+    assert run.state_after.threads == 0
 
 
 def test_enough_forked_threads_were_compared() -> None:

@@ -78,8 +78,8 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
     assert all(each.gap < FLOAT_NOISE for each in differing)
     assert (run.preemptions > 0) == ("preempted" in expected)
     assert (run.num_draft_tokens > 0) == ("speculated" in expected)
-    assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
-    assert run.state_after["threads"] == 0
+    assert run.state_after.free_blocks == run.state_after.kv_blocks
+    assert run.state_after.threads == 0
     # With a chain of prompt tokens, every row of every step has drafts.
     assert (counts["shared_steps"] > 0) == (way != "prompt chain")
     assert counts["shared_steps"] <= counts["steps"]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.replay import REPLAY, replay_args
 from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
-from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.core_state import CoreState, core_state
 from tests.fakes.block_scripts import MARKERS, NESTED, Client
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import count_calls
@@ -118,7 +118,7 @@ class Run:
     reasons: list[str]
     joins: list[int]
     depths: list[int]
-    state: dict[str, Any]
+    state: CoreState
     shortages: int
 
 
@@ -178,7 +178,7 @@ def test_text_is_that_of_a_client_that_resubmits_to_plain_decoding(
     # Every answer has a block, and some have blocks in blocks.
     assert all(each.joins for each in answers.values())
     assert max(each.depth for each in answers.values()) >= 2
-    assert run.state["free_blocks"] == run.state["kv_blocks"]
+    assert run.state.free_blocks == run.state.kv_blocks
     assert (run.shortages > 0) == bool(spare_blocks)
 
 
@@ -219,7 +219,7 @@ def test_replayed_threads_are_joined_as_their_client_does(
 
     client = Scripted(definition, script, tokenizer)
     assert [list(each) for each in run.token_ids] == [client.answer(tokenizer.encode("Question"))]
-    assert run.state["free_blocks"] == run.state["kv_blocks"]
+    assert run.state.free_blocks == run.state.kv_blocks
 
 
 def test_children_read_only_a_message_and_their_results_replace_the_call(checkpoint: Path) -> None:
@@ -274,7 +274,7 @@ def test_children_read_only_a_message_and_their_results_replace_the_call(checkpo
     assert all(texts)
     assert behind
     assert run.joins == [1]
-    assert run.state["free_blocks"] == run.state["kv_blocks"]
+    assert run.state.free_blocks == run.state.kv_blocks
 
 
 @cache

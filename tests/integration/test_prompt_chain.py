@@ -147,7 +147,7 @@ def test_threads_equal_plain_decoding_and_guesses_those_of_the_prompt_tokens(
 
     assert all(each.gap < FLOAT_NOISE for each in mismatches(run.threads))
     assert sum(thread.is_child for thread in run.threads) > NUM_CHATS
-    assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
+    assert run.state_after.free_blocks == run.state_after.kv_blocks
     # Real guesses: accepted one at a time and both at once, and refused.
     assert drafts.outcomes[2, 2] > 0
     assert drafts.outcomes[2, 1] > 0
@@ -181,8 +181,8 @@ def test_scripted_guesses_are_accepted_through_forks_without_changing_a_thread(
     # Two of three chains of two guesses are right, and one has one right guess.
     assert accepted > 0.5 * tokens
     assert drafts.outcomes[2, 2] > drafts.outcomes[2, 1] > 0
-    assert fast.state_after["free_blocks"] == fast.state_after["kv_blocks"]
-    assert fast.state_after["threads"] == 0
+    assert fast.state_after.free_blocks == fast.state_after.kv_blocks
+    assert fast.state_after.threads == 0
 
 
 PARAMETERS: list[dict[str, Any]] = [
@@ -217,7 +217,7 @@ def test_sampling_parameters_of_a_mixed_batch_hold_for_guesses(engine: EnginePro
     assert found[4] != greedy
     assert set(found[6]) <= set(range(40, 900))
     assert all(0 <= token_id < 4096 for token_ids in found for token_id in token_ids)
-    assert state["free_blocks"] == state["kv_blocks"]
+    assert state.free_blocks == state.kv_blocks
 
 
 @pytest.mark.parametrize("parameters", [{"top_k": 2}, {"top_p": 0.5}, {"logprobs": 2}, {}])
@@ -229,7 +229,7 @@ def test_a_request_alone_is_sampled_with_and_without_guesses(
     found, state = engine.call(answers_with, "Give me two tips for learning guitar.", chosen)
 
     assert len(found[0]) > 10
-    assert state["free_blocks"] == state["kv_blocks"]
+    assert state.free_blocks == state.kv_blocks
 
 
 def test_structured_output_is_written_beside_a_chain(engine: EngineProcess) -> None:

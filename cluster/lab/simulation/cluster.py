@@ -157,7 +157,7 @@ class Replica:
     def num_threads(self) -> int:
         """Threads that run or wait, and forks held back."""
         state = self.core.state()
-        return int(state["threads"] + state["deferred_threads"])
+        return state.threads + state.deferred_threads
 
     def autoscaling_report(self) -> ReplicaReport:
         """Return the mean of the last reports to the autoscaler, the present one included."""
@@ -165,9 +165,9 @@ class Replica:
         self.autoscaling_reports.append(
             ReplicaReport(
                 len(self.outcomes),
-                state["threads"],
-                state["deferred_threads"],
-                1.0 - state["free_blocks"] / state["kv_blocks"],
+                state.threads,
+                state.deferred_threads,
+                state.kv_use,
             )
         )
         reports = self.autoscaling_reports

@@ -34,7 +34,7 @@ from apar_core.engine.resume_request import completed, hand_to_scheduler
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
 from apar_core.journal import Journal, ThreadDelta
-from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.core_state import CoreState, core_state
 from apar_core.scheduler.fork_settings import ForkSettings
 from apar_core.step_costs.costs import StepCosts
 from apar_core.tree.thread_names import (
@@ -185,7 +185,7 @@ class VirtualCore:
         counters = self.scheduler.admission.counters
         return int(counters.accepted + sum(counters.delayed.values()) + counters.refused)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> CoreState:
         """Return the counts that a replica's load report is made of (`core_state`)."""
         return core_state(self.scheduler)
 

@@ -20,7 +20,7 @@ from apar_core.offline.evaluation.join_check import (
     ResubmittingClient,
     check_joins,
 )
-from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.core_state import CoreState, core_state
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import count_calls, count_drafts
 from tests.integration.serving.apar_process import TINY, serving
@@ -67,7 +67,7 @@ class Run:
 
     answers: list[tuple[str, int, int]]
     events: set[str]
-    state: dict[str, Any]
+    state: CoreState
 
 
 def generate(engine: OfflineEngine, prompts: list[list[int]]) -> Run:
@@ -114,12 +114,12 @@ def test_texts_equal_those_of_the_client(way: str) -> None:
     assert sum(joins) > NUM_PROMPTS // 3
     assert max(joins) > 1
     assert run.events == events
-    assert run.state["free_blocks"] == run.state["kv_blocks"]
+    assert run.state.free_blocks == run.state.kv_blocks
 
 
 def answer_with_adapter(
     engine: OfflineEngine, prompts: list[list[int]], adapter: str
-) -> tuple[list[str], dict[str, Any]]:
+) -> tuple[list[str], CoreState]:
     """Answer prompts with an adapter and without it, all at once. Runs in the engine's process."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -182,7 +182,7 @@ def test_an_unmerged_adapter_joins_as_the_merged_model_beside_its_base(tmp_path:
     joins = [text.count("</Thread>\n") for text in expected]
     assert sum(joins[: len(adapted)]) > 0
     assert expected[: len(adapted)] != expected[len(adapted) :]
-    assert state["free_blocks"] == state["kv_blocks"]
+    assert state.free_blocks == state.kv_blocks
 
 
 @pytest.mark.cluster
@@ -205,4 +205,4 @@ def test_a_served_answer_equals_the_clients(tmp_path: Path) -> None:
     end = tokenizer.eos_token_id
     expected = tokenizer.decode([i for i in chosen.text_ids if i != end])
     assert reply["choices"][0]["text"] == expected
-    assert reply["apar"]["threads"] == 1 + expected.count("<Thread>")
+    assert reply["apar"].threads == 1 + expected.count("<Thread>")

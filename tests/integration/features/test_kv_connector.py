@@ -70,5 +70,5 @@ def test_a_second_engine_reads_the_prompts_kv_and_forks(tmp_path: Path) -> None:
     assert decoded.threads == alone.threads
     assert sum(thread.is_child for thread in decoded.threads) > NUM_CHATS
     assert all(each.gap < FLOAT_NOISE for each in mismatches(decoded.threads))
-    assert decoded.state_after["free_blocks"] == decoded.state_after["kv_blocks"]
-    assert decoded.state_after["threads"] == 0
+    assert decoded.state_after.free_blocks == decoded.state_after.kv_blocks
+    assert decoded.state_after.threads == 0

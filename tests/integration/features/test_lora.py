@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from apar_core.engine.offline_engine import OfflineEngine
-from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.core_state import CoreState, core_state
 from tests.integration.engine_process import EngineProcess
 from tests.integration.features.tiny_adapter import Adapter
 
@@ -37,7 +37,7 @@ class LoraAnswer:
 
 def answers(
     engine: OfflineEngine, adapters: list[str | None]
-) -> tuple[list[LoraAnswer], dict[str, Any]]:
+) -> tuple[list[LoraAnswer], CoreState]:
     """Answers to all questions with each adapter, all at once. Runs in the engine's process."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -68,7 +68,7 @@ def answers(
 
 def answers_and_counts(
     engine: OfflineEngine, adapters: list[str | None]
-) -> tuple[list[LoraAnswer], dict[str, Any]]:
+) -> tuple[list[LoraAnswer], dict[str, int]]:
     """Answers as of `answers`, and the worker's counts of families."""
     found, _ = answers(engine, adapters)
     (counts,) = engine.llm.collective_rpc("family_counts")
@@ -78,10 +78,10 @@ def answers_and_counts(
 def asked(
     model: Path,
     *adapters: str | None,
-    ask: Callable[..., tuple[list[LoraAnswer], dict[str, Any]]] = answers,
+    ask: Callable[..., tuple[list[LoraAnswer], Any]] = answers,
     again: bool = False,
     **arguments: Any,
-) -> tuple[list[LoraAnswer], dict[str, Any]]:
+) -> tuple[list[LoraAnswer], Any]:
     engine = EngineProcess(model=str(model), **arguments)
     try:
         if again:
@@ -121,7 +121,7 @@ def test_an_unmerged_adapter_answers_like_the_merged_model_beside_its_base(
     assert [each.text for each in base] == [each.text for each in base_alone]
     assert not any(each.forks for each in base)
     assert all(one.text != other.text for one, other in zip(base[:3], adapted[:3], strict=True))
-    assert state["free_blocks"] == state["kv_blocks"]
+    assert state.free_blocks == state.kv_blocks
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from apar_core.engine.async_engine import AparAsyncLLM
 from apar_core.engine.input_processor import ENABLED_ARG
 from apar_core.errors import EngineError
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.scheduler.core_state import CoreState
 from deployments.replica.engine_factory import build_engine, server_arguments
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -87,8 +88,8 @@ async def all_answers(engine: AparAsyncLLM, name: str) -> list[tuple[str, int]]:
     return list(await asyncio.gather(*running))
 
 
-def num_forks(states: list[dict[str, Any]]) -> list[int]:
-    return [state["fork_counters"]["forks"] for state in states]
+def num_forks(states: list[CoreState]) -> list[int]:
+    return [state.fork_counters.forks for state in states]
 
 
 def requests_of_client(engine: AparAsyncLLM) -> dict[str, bytes]:
@@ -97,12 +98,12 @@ def requests_of_client(engine: AparAsyncLLM) -> dict[str, bytes]:
     return dict(core.reqs_in_flight) if isinstance(core, DPLBAsyncMPClient) else {}
 
 
-async def idle_states(engine: AparAsyncLLM) -> list[dict[str, Any]]:
+async def idle_states(engine: AparAsyncLLM) -> list[CoreState]:
     """Wait until no rank and no client holds anything, and return the states."""
     async with asyncio.timeout(IDLE_S):
         while True:
             states = await engine.core_states()
-            busy = any(each["threads"] or each["deferred_threads"] for each in states)
+            busy = any(each.threads or each.deferred_threads for each in states)
             if not busy and not requests_of_client(engine):
                 return states
             await asyncio.sleep(0.05)
@@ -148,7 +149,7 @@ async def test_answers_are_those_of_one_process_and_aborts_leave_nothing(
     assert len(ranks) == (NUM_RANKS[way] if way == "data" else 0)
     assert sum(isinstance(end, asyncio.CancelledError) for end in ends) >= 2
     for state, then in zip(states, before, strict=True):
-        assert state["free_blocks"] == state["kv_blocks"] > 0
+        assert state.free_blocks == state.kv_blocks > 0
         assert then > 0
     # Of each worker.
     assert len(counts) == (2 if "family" in way else 0)

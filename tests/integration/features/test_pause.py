@@ -37,12 +37,12 @@ async def ended(engine: AparAsyncLLM, number: int, name: str) -> Ended:
 
 async def forking(engine: AparAsyncLLM, name: str) -> list[asyncio.Task[Ended]]:
     """Ask all questions, and wait until their answers have forked."""
-    before = (await engine.core_state())["fork_counters"]["forks"]
+    before = (await engine.core_state()).fork_counters.forks
     numbers = range(len(QUESTIONS))
     tasks = [asyncio.create_task(ended(engine, number, name)) for number in numbers]
     while (  # noqa: ASYNC110 - the engine core is asked, it reports nothing
         await engine.core_state()
-    )["fork_counters"]["forks"] < before + len(tasks):
+    ).fork_counters.forks < before + len(tasks):
         await asyncio.sleep(0.01)
     assert not all(task.done() for task in tasks)
     return tasks
@@ -71,8 +71,8 @@ async def test_no_request_is_lost_by_a_pause_or_a_sleep() -> None:
         tasks = await forking(engine, "keep")
         await engine.pause_generation(mode="keep")
         state = await engine.core_state()
-        assert state["free_blocks"] == state["kv_blocks"]
-        assert state["threads"] > 0
+        assert state.free_blocks == state.kv_blocks
+        assert state.threads > 0
         await engine.resume_generation()
         assert await texts_of(tasks) == expected
 
@@ -97,4 +97,4 @@ async def test_no_request_is_lost_by_a_pause_or_a_sleep() -> None:
         await engine.wake_up()
         assert await all_answers(engine, "after") == before
         (state,) = await idle_states(engine)
-        assert state["free_blocks"] == state["kv_blocks"]
+        assert state.free_blocks == state.kv_blocks

@@ -78,9 +78,9 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str, tmp_path: Pa
     assert any(each.gap > FLOAT_NOISE for each in mismatches(run.threads))
     assert (run.preemptions > 0) == ("short memory" in way)
     # Without full attention only, children find whole blocks in the prefix cache.
-    counters = run.state_after["fork_counters"]
+    counters = run.state_after.fork_counters
     is_shared = groups == {"FullAttentionManager"}
-    assert (counters["fallbacks"] == 0) == (counters["copied_blocks"] > 0) == is_shared
-    assert counters["shared_tokens"] > counters["computed_tokens"]
-    assert run.state_after["free_blocks"] == run.state_after["kv_blocks"]
-    assert run.state_after["threads"] == 0
+    assert (counters.fallbacks == 0) == (counters.copied_blocks > 0) == is_shared
+    assert counters.shared_tokens > counters.computed_tokens
+    assert run.state_after.free_blocks == run.state_after.kv_blocks
+    assert run.state_after.threads == 0

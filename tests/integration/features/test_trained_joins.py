@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -17,7 +16,7 @@ from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.training.example_encoder import prompt_token_ids
 from apar_core.offline.training.fine_tune import fine_tune
 from apar_core.offline.training.recipe import Schedule, TrainingRecipe
-from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.core_state import CoreState, core_state
 from tests.fakes.example_files import write_examples
 from tests.integration.engine_process import EngineProcess
 
@@ -45,7 +44,7 @@ def short_lists() -> list[ExampleRecord]:
 
 def generate(
     engine: OfflineEngine, prompts: list[list[int]]
-) -> tuple[list[tuple[str, str, int, int]], dict[str, Any]]:
+) -> tuple[list[tuple[str, str, int, int]], CoreState]:
     """Answer prompts at once. Runs in the engine's process."""
     answers = engine.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
@@ -78,4 +77,4 @@ def test_a_trained_checkpoint_opens_and_joins_blocks_in_the_engine(tmp_path: Pat
     assert answers == [
         (joined_answer(example.answer).text, "stop", 1 + NUM_EXAMPLES, 1) for example in examples
     ]
-    assert state["free_blocks"] == state["kv_blocks"]
+    assert state.free_blocks == state.kv_blocks

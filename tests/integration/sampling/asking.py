@@ -95,8 +95,8 @@ def ask(engine: OfflineEngine, prompts: Sequence[Any], settings: Sequence[Any]) 
                 threads=tuple(
                     thread for tree in trees for thread in _threads(engine, tree, prompt_ids)
                 ),
-                threads_left=state["threads"],
-                blocks_in_use=state["kv_blocks"] - state["free_blocks"],
+                threads_left=state.threads,
+                blocks_in_use=state.kv_blocks - state.free_blocks,
             )
         )
     return answers

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from apar_core.engine.offline_engine import OfflineEngine
-from apar_core.scheduler.core_state import core_state
+from apar_core.scheduler.core_state import CoreState, core_state
 from apar_core.tree.statistics import TreeStatistics
 from tests.integration.engine_process import EngineProcess
 from tests.integration.sampling.asking import encode
@@ -19,7 +19,7 @@ MAX_TOKENS = 5
 
 def hold_session(
     engine: OfflineEngine, parts: list[list[int]]
-) -> tuple[list[list[int]], TreeStatistics, dict[str, Any]]:
+) -> tuple[list[list[int]], TreeStatistics, CoreState]:
     """What is generated behind each part; runs in the engine, as AsyncLLM runs a session."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -67,4 +67,4 @@ def test_a_session_is_answered_part_by_part_and_counted_once(engine: EngineProce
     assert [len(answer) for answer in answers] == [MAX_TOKENS] * len(PARTS)
     assert (statistics.threads, statistics.forks) == (1, 0)
     assert statistics.text_tokens == MAX_TOKENS * len(PARTS)
-    assert (state["threads"], state["free_blocks"]) == (0, state["kv_blocks"])
+    assert (state.threads, state.free_blocks) == (0, state.kv_blocks)

@@ -208,4 +208,4 @@ def test_an_engine_core_asks_its_workers_before_its_first_request(
             run(engine, [Asked(20, {"": [300, 301]})])
 
         assert asked == ["family_layers"]
-        assert core_state(engine.scheduler)["thread_weight"] == 1.0
+        assert core_state(engine.scheduler).thread_weight == 1.0

@@ -249,7 +249,7 @@ def test_a_waiting_parent_keeps_its_request_alive_and_counts_as_no_thread(
 
     state = core_state(engine.scheduler)
 
-    assert (state["requests"], state["threads"], state["waiting_parents"]) == (1, 2, 1)
+    assert (state.requests, state.threads, state.waiting_parents) == (1, 2, 1)
     engine.abort("a")
     engine.run()
     engine.assert_nothing_is_left()

@@ -74,9 +74,9 @@ def test_a_held_request_counts_as_waiting_and_can_be_aborted(
         engine.add(name, PROMPT, FORKING)
     engine.step()
 
-    assert core_state(engine.scheduler)["waiting_threads"] == 2
+    assert core_state(engine.scheduler).waiting_threads == 2
     engine.abort("b")
-    assert core_state(engine.scheduler)["waiting_threads"] == 1
+    assert core_state(engine.scheduler).waiting_threads == 1
     engine.run()
 
     assert set(engine.finish_reasons) == {"a", "c"}

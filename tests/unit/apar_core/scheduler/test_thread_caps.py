@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.scheduler.core_state import core_state
-from apar_core.step_costs.costs import StepBatch, StepCosts
+from apar_core.step_costs.costs import StepBatch
 from tests.fakes.scripted_engine import (
     END,
     FORK,
@@ -137,7 +137,8 @@ def test_adaptive_policy_keeps_steps_within_the_time_per_token(
     # The eight roots themselves take 12 ms: forks wait until some of them have ended.
     assert most == 8
     assert engine.scheduler.admission.counters.delayed["policy"] == 8 * 4
-    learned = StepCosts(**core_state(engine.scheduler)["step_costs"])
+    learned = core_state(engine.scheduler).step_costs
+    assert learned is not None
     for rows in (1, 4, 8):
         assert learned.device_s(StepBatch(rows, 0)) == pytest.approx(0.004 + 0.001 * rows, rel=0.2)
     engine.assert_nothing_is_left()
@@ -168,13 +169,13 @@ def test_core_state_counts_waiting_forks_by_reason(model_dir: Path) -> None:
 
     state = core_state(engine.scheduler)
 
-    assert state["deferred_by_reason"] == {"request": 2, "key": 2, "replica": 1, "policy": 0}
-    assert state["deferred_threads"] == 5
-    counters = state["admission_counters"]
-    assert counters["accepted"] == 1
-    assert counters["delayed"] == state["deferred_by_reason"]
-    assert state["step_s"] == pytest.approx(0.001)
-    assert "step_costs" not in state
+    assert state.deferred_by_reason == {"request": 2, "key": 2, "replica": 1, "policy": 0}
+    assert state.deferred_threads == 5
+    counters = state.admission_counters
+    assert counters.accepted == 1
+    assert counters.delayed == state.deferred_by_reason
+    assert state.step_s == pytest.approx(0.001)
+    assert state.step_costs is None
     engine.run()
     engine.assert_nothing_is_left()
 
@@ -185,7 +186,7 @@ def test_refused_forks_are_counted(model_dir: Path) -> None:
 
     engine.run()
 
-    assert core_state(engine.scheduler)["admission_counters"]["refused"] == 3
+    assert core_state(engine.scheduler).admission_counters.refused == 3
 
 
 def test_a_fork_in_the_step_that_uses_up_the_tokens_is_not_accepted(model_dir: Path) -> None:

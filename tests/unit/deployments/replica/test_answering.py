@@ -16,10 +16,12 @@ from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
+from apar_core.scheduler.core_state import CoreState
 from deployments.replica import answering
 from deployments.replica.answering import SCOPE_KEY, Answering
 from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import Deadlines, RelayedRequest, RequestTerms
+from tests.fakes.core_states import a_core_state
 
 pytestmark = pytest.mark.usefixtures("simulated_clocks")
 
@@ -37,10 +39,10 @@ class FakeEngine:
         self.hangs = False
         self.ended = False
 
-    async def core_state(self) -> dict[str, Any]:
+    async def core_state(self) -> CoreState:
         if self.hangs:
             await asyncio.Event().wait()
-        return {}
+        return a_core_state()
 
     def follow(
         self, request_id: str, follower: RequestFollower, terms: KeyTerms | None = None

@@ -17,11 +17,13 @@ from vllm.v1.engine import (
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import ForkParameters
 from apar_core.journal import Journal, ThreadDelta
+from apar_core.scheduler.core_state import CoreState
 from deployments.replica.answering import FollowedRequest
 from deployments.replica.engine_trace import _ABORT, _PREEMPTED, _SCHEDULED, start_engine_trace
 from deployments.tracing import attributes as names
 from deployments.tracing.thread_spans import FINISH_REASONS
 from deployments.wire.request import RequestTerms
+from tests.fakes.core_states import a_core_state
 from tests.fakes.kept_spans import KeptSpans, parent_of
 
 FORK, CHILD, END = 1, 2, 3
@@ -65,8 +67,8 @@ class FakeRequest:
     def end(self, request_id: str) -> bool:
         return False
 
-    async def core_state(self) -> dict[str, Any]:
-        return {}
+    async def core_state(self) -> CoreState:
+        return a_core_state()
 
     def begin(self, root: str = "r", choice: int | None = None) -> RequestThreads:
         self.follower.begin(root, 5, SamplingParams(), choice=choice)

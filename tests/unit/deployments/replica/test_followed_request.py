@@ -1,7 +1,5 @@
 """Tokens, journal and cost that a replica adds to the parts of an answer."""
 
-from typing import Any
-
 import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -9,9 +7,11 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
+from apar_core.scheduler.core_state import CoreState
 from deployments.replica.answering import FollowedRequest
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RequestTerms
+from tests.fakes.core_states import a_core_state
 
 
 class FakeEngine:
@@ -19,8 +19,8 @@ class FakeEngine:
 
     errored = False
 
-    async def core_state(self) -> dict[str, Any]:
-        return {}
+    async def core_state(self) -> CoreState:
+        return a_core_state()
 
     def __init__(self) -> None:
         self.followers: dict[str, RequestFollower] = {}

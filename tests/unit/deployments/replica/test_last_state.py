@@ -1,11 +1,12 @@
 """Exported state of an engine that answers late."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
+from apar_core.scheduler.core_state import CoreState
 from deployments.replica.replica_metrics import LastState
+from tests.fakes.core_states import a_core_state
 
 pytestmark = pytest.mark.usefixtures("simulated_clocks")
 
@@ -18,11 +19,11 @@ class FakeCore:
         self.gate.set()
         self.num_asked = 0
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> CoreState:
         self.num_asked += 1
         number = self.num_asked
         await self.gate.wait()
-        return {"number": number}
+        return a_core_state(threads=number)
 
 
 async def test_during_a_long_step_the_last_state_is_repeated_without_another_call() -> None:
@@ -35,9 +36,9 @@ async def test_during_a_long_step_the_last_state_is_repeated_without_another_cal
     core.gate.set()
     after = await last.get()
 
-    assert first == {"number": 1}
+    assert first == a_core_state(threads=1)
     assert during == [first] * 3
-    assert after == {"number": 2}
+    assert after == a_core_state(threads=2)
     assert core.num_asked == 2
 
 
@@ -54,7 +55,7 @@ async def test_an_old_state_is_dropped() -> None:
 
 
 async def test_a_dead_engine_raises_at_every_call() -> None:
-    async def dead() -> dict[str, Any]:
+    async def dead() -> CoreState:
         raise ConnectionError("the engine core is dead")
 
     last = LastState(dead)

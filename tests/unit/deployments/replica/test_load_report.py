@@ -1,23 +1,24 @@
 """A replica's load report from its engine's counters."""
 
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
+from apar_core.scheduler.core_state import CoreState
 from deployments.replica.replica import LoadReporter
 from deployments.wire.load import ReplicaLoad
+from tests.fakes.core_states import a_core_state
 
 
-def state(num_steps: int, num_rows: int, busy_s: float) -> dict[str, Any]:
-    return {
-        "requests": 9,
-        "threads": 11,
-        "deferred_threads": 2,
-        "kv_blocks": 500,
-        "free_blocks": 420,
-        "steps": {"num_steps": num_steps, "num_rows": num_rows, "busy_s": busy_s},
-    }
+def state(num_steps: int, num_rows: int, busy_s: float) -> CoreState:
+    return a_core_state(
+        requests=9,
+        threads=11,
+        deferred_threads=2,
+        kv_blocks=500,
+        free_blocks=420,
+        steps={"num_steps": num_steps, "num_rows": num_rows, "busy_s": busy_s},
+    )
 
 
 def test_counts_are_current_and_rates_cover_the_last_seconds() -> None:
@@ -54,8 +55,7 @@ def test_an_engine_that_has_not_run_has_no_rates() -> None:
 
 
 def test_an_engine_without_forks_can_report() -> None:
-    counts = {"requests": 1, "threads": 1, "kv_blocks": 9, "free_blocks": 8}
-    load = LoadReporter(block_size=16).report(counts, 1, 1.0)
+    load = LoadReporter(block_size=16).report(a_core_state(threads=1), 1, 1.0)
 
     assert (load.waiting_forks, load.step_s) == (0, 0.0)
 

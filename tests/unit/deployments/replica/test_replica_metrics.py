@@ -1,7 +1,6 @@
 """Metrics of a replica, compared with numbers worked out by hand."""
 
 import math
-from typing import Any
 
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput
@@ -11,21 +10,21 @@ from apar_core.tree.statistics import TreeStatistics
 from deployments.metrics import catalogue
 from deployments.metrics.catalogue import Metric
 from deployments.replica.replica_metrics import ReplicaMetrics
+from tests.fakes.core_states import a_core_state
 
-IDLE: dict[str, Any] = {
-    "threads": 0,
-    "running_threads": 3,
-    "waiting_threads": 2,
-    "deferred_threads": 1,
-    "kv_blocks": 10,
-    "free_blocks": 4,
-    "generated_tokens": 119,
-    "steps": {"num_steps": 57, "num_rows": 119, "busy_s": 0.5},
-    "admission_counters": {"accepted": 3, "delayed": {"request": 2, "policy": 1}, "refused": 4},
-    "fork_counters": {"shared_blocks": 7, "copied_blocks": 5, "released_early_blocks": 6},
-    "family_counts": {"steps": 9, "shared_steps": 8, "shared_rows": 40, "saved_blocks": 25},
-    "join_counters": {"joins": 2, "shared_tokens": 90, "computed_tokens": 30},
-}
+IDLE = a_core_state(
+    running_threads=3,
+    waiting_threads=2,
+    deferred_threads=1,
+    kv_blocks=10,
+    free_blocks=4,
+    generated_tokens=119,
+    steps={"num_steps": 57, "num_rows": 119, "busy_s": 0.5},
+    admission_counters={"accepted": 3, "delayed": {"request": 2, "policy": 1}, "refused": 4},
+    fork_counters={"shared_blocks": 7, "copied_blocks": 5, "released_early_blocks": 6},
+    family_counts={"steps": 9, "shared_steps": 8, "shared_rows": 40, "saved_blocks": 25},
+    join_counters={"joins": 2, "shared_tokens": 90, "computed_tokens": 30},
+)
 TREE = TreeStatistics(
     threads=4,
     forks=3,

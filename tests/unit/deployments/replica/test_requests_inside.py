@@ -7,9 +7,11 @@ import pytest
 
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.fork_parameters import KeyTerms
+from apar_core.scheduler.core_state import CoreState
 from deployments.replica.answering import Answering
 from deployments.replica.replica import LoadReporter, Replica
 from deployments.wire.request import RelayedRequest
+from tests.fakes.core_states import a_core_state
 
 
 class FakeEngine:
@@ -17,14 +19,10 @@ class FakeEngine:
 
     errored = False
 
-    async def core_state(self) -> dict[str, Any]:
-        return {
-            "requests": 24,
-            "threads": 30,
-            "deferred_threads": 2,
-            "kv_blocks": 100,
-            "free_blocks": 75,
-        }
+    async def core_state(self) -> CoreState:
+        return a_core_state(
+            requests=24, threads=30, deferred_threads=2, kv_blocks=100, free_blocks=75
+        )
 
     def get_num_unfinished_requests(self) -> int:
         return 24

@@ -128,7 +128,7 @@ def test_requests_of_an_open_loop_are_served_whole_and_in_time(core: VirtualCore
         assert end.text_tokens == each.max_tokens - 1
         assert each.arrival_s == end.arrival_s < end.first_token_s < end.end_s
     assert not core.has_work
-    assert core.state()["free_blocks"] == core.state()["kv_blocks"]
+    assert core.state().free_blocks == core.state().kv_blocks
 
 
 def test_a_request_that_runs_alone_takes_one_step_a_token(core: VirtualCore) -> None:
@@ -213,7 +213,7 @@ def test_an_aborted_request_frees_its_blocks_and_has_no_events(core: VirtualCore
 
     assert {event.request_id for event in events} == {"r2"}
     assert core.num_requests == 0
-    assert core.state()["free_blocks"] == core.state()["kv_blocks"]
+    assert core.state().free_blocks == core.state().kv_blocks
 
 
 def test_the_state_counts_requests_and_threads(core: VirtualCore) -> None:
@@ -224,10 +224,11 @@ def test_the_state_counts_requests_and_threads(core: VirtualCore) -> None:
 
     state = core.state()
 
-    assert state["requests"] == core.num_requests == 3
-    assert state["threads"] > 3
-    assert state["free_blocks"] < state["kv_blocks"] == 128
-    assert state["steps"]["num_steps"] == pytest.approx(core.totals.steps, abs=2)
+    assert state.requests == core.num_requests == 3
+    assert state.threads > 3
+    assert state.free_blocks < state.kv_blocks == 128
+    assert state.steps is not None
+    assert state.steps.num_steps == pytest.approx(core.totals.steps, abs=2)
 
 
 def test_a_request_that_never_fits_is_reported(core: VirtualCore) -> None:
