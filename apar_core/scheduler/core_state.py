@@ -103,7 +103,7 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
         requests=len(groups) + len(scheduler.requests) - sum(len(group.live) for group in groups),
         **counts,
         deferred_threads=sum(len(group.deferred) for group in groups),
-        waiting_parents=sum(len(group.waiting) for group in groups),
+        waiting_parents=sum(group.num_waiting for group in groups),
         deferred_by_reason=admission.waiting_by_reason(groups),
         generated_tokens=scheduler.num_generated_tokens,
         fork_counters=replace(sharing.counters),

@@ -48,7 +48,7 @@ from apar_core.scheduler.thread_requests import (
     resumed_threads,
     take_journal,
 )
-from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
+from apar_core.scheduler.thread_table import JoiningGroup, ThreadGroup, ThreadTable
 from apar_core.step_costs.costs import StepBatch
 from apar_core.step_costs.files import read_costs
 from apar_core.vllm_names import (
@@ -147,7 +147,9 @@ class ForkMixin(Scheduler):
             return
         self.admission.queue.thread_began(request.request_id, parameters.key)
         if parameters.enabled:
-            self.joins.begin(self._open_group(request, parameters), request)
+            group = self._open_group(request, parameters)
+            if isinstance(group, JoiningGroup):
+                self.joins.begin(group, request)
 
     def _open_group(self, request: Request, parameters: ForkParameters) -> ThreadGroup[Request]:
         return self.threads.open_group(
@@ -169,10 +171,10 @@ class ForkMixin(Scheduler):
                 self.admission.queue.thread_began(request.request_id, parameters.key)
             return
         group = self._open_group(request, parameters)
-        if group.rules is None:
-            threads = resumed_threads(request, journal, group)
-        else:
+        if isinstance(group, JoiningGroup):
             threads = self.joins.resume(group, request, journal)
+        else:
+            threads = resumed_threads(request, journal, group)
         for thread in threads[:1]:
             self._start(group, thread)
         if not any(thread.request_id == group.root_id for thread in threads[:1]):
@@ -350,7 +352,10 @@ class ForkMixin(Scheduler):
         is_stale: bool,
     ) -> tuple[list[int], bool]:
         """Take any number of tokens, including fork tokens, as far as the budget allows."""
-        tokens, block = self.joins.until_marker(group, request, group.within_budget(new_token_ids))
+        tokens = group.within_budget(new_token_ids)
+        block: OpenBlock | bool = False
+        if isinstance(group, JoiningGroup):
+            tokens, block = self.joins.until_marker(group, request, tokens)
         num_tokens = len(tokens)
         # Control tokens are not text: each raises the thread's own limit by one.
         request.max_tokens += sum(map(group.parameters.is_control, tokens))
@@ -360,7 +365,7 @@ class ForkMixin(Scheduler):
             self.num_generated_tokens += len(tokens)
         has_stopped = stopped and request.status == RequestStatus.FINISHED_STOPPED
         group.count_text(tokens, stopped=has_stopped)
-        if group.rules is not None:
+        if isinstance(group, JoiningGroup):
             if block and not stopped and len(tokens) == num_tokens:
                 stopped = self._take_marker(group, request, block)
             return tokens, stopped
@@ -371,7 +376,7 @@ class ForkMixin(Scheduler):
         return tokens, stopped
 
     def _take_marker(
-        self, group: ThreadGroup[Request], thread: Request, block: OpenBlock | bool
+        self, group: JoiningGroup[Request], thread: Request, block: OpenBlock | bool
     ) -> bool:
         """Open a block, or end a child; return whether the thread has stopped."""
         self.held.release(group.root_id)
@@ -505,7 +510,9 @@ class ForkMixin(Scheduler):
         for child in deferred:
             self.block_sharing.forget(child.request_id)
         self.admission.closed(group)
-        ended = deferred + self.joins.close(group)
+        ended = deferred
+        if isinstance(group, JoiningGroup):
+            ended += self.joins.close(group)
         for thread in ended:
             self.held.join(thread.request_id, group.root_id)
         self.threads.drop_if_ended(group)
@@ -534,9 +541,11 @@ class ForkMixin(Scheduler):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         group = self.threads.group(request.request_id)
-        pauses = self.joins.pauses(group, request)
-        if not pauses:
-            self.joins.ended(group, request)
+        pauses = False
+        if isinstance(group, JoiningGroup):
+            pauses = self.joins.pauses(group, request)
+            if not pauses:
+                self.joins.ended(group, request)
         if group is not None and group.continues_without(request.request_id):
             self.block_sharing.count_released_early(request.request_id)
         freed = super()._free_request(request, delay_free_blocks)
@@ -555,7 +564,7 @@ class ForkMixin(Scheduler):
     def _offer_children(self, group: ThreadGroup[Request]) -> None:
         """Let waiting children start after a thread has ended."""
         if group.has_startable:
-            if not group.live and not group.num_joining:
+            if not group.may_go_on:
                 # Without a live thread the request would never continue: skip limits and policy.
                 self._start(group, group.deferred.popleft())
             self.admission.queue.offer(group)

@@ -33,11 +33,11 @@ from apar_core.scheduler.thread_requests import (
     build_thread_request,
     resumed_thread,
 )
-from apar_core.scheduler.thread_table import TextPlace, ThreadGroup, ThreadTable, WaitingParent
+from apar_core.scheduler.thread_table import JoiningGroup, TextPlace, ThreadTable, WaitingParent
 from apar_core.tree.thread_names import thread_request_id
 from apar_core.vllm_names import FinishReason, Request, RequestStatus, SchedulerOutput
 
-Group = ThreadGroup[Request]
+Group = JoiningGroup[Request]
 Waiting = WaitingParent[Request]
 
 
@@ -90,10 +90,9 @@ class Joins:
 
     def begin(self, group: Group, root: Request) -> None:
         """Add the root thread of a new request."""
-        if group.rules is not None:
-            group.prompt = root.prompt_token_ids or ()
-            num_tokens = root.num_prompt_tokens
-            group.places[root.request_id] = TextPlace(num_tokens, num_tokens)
+        group.prompt = root.prompt_token_ids or ()
+        num_tokens = root.num_prompt_tokens
+        group.places[root.request_id] = TextPlace(num_tokens, num_tokens)
 
     def until_marker(
         self, group: Group, thread: Request, token_ids: list[int]
@@ -103,8 +102,6 @@ class Joins:
         The second value is the block that the last of them opens, or whether it ends the thread.
         """
         rules = group.rules
-        if rules is None:
-            return token_ids, False
         is_child = thread.request_id != group.root_id
         for index, token_id in enumerate(token_ids):
             if token_id not in rules.marker_ids:
@@ -150,14 +147,14 @@ class Joins:
             scheduler.admission.wait(group, request)
         self._pausing.append((group, waiting))
 
-    def pauses(self, group: Group | None, request: Request) -> bool:
+    def pauses(self, group: Group, request: Request) -> bool:
         """Return whether an engine request ends because its thread waits."""
-        waiting = None if group is None else group.waiting.get(request.request_id)
+        waiting = group.waiting.get(request.request_id)
         return waiting is not None and waiting.request is request
 
-    def ended(self, group: Group | None, request: Request) -> None:
+    def ended(self, group: Group, request: Request) -> None:
         """Take the text of a child, right before its blocks are freed."""
-        if group is None or group.rules is None or group.closed:
+        if group.closed:
             return
         own = list(request.all_token_ids[group.places[request.request_id].own_start :])
         stopped = request.status == RequestStatus.FINISHED_STOPPED
@@ -184,7 +181,7 @@ class Joins:
     def _hold_first_child(self, group: Group, waiting: Waiting, child: Request) -> None:
         """Hold the first child's blocks if it begins with more of the joined text."""
         rules, block = group.rules, waiting.block
-        if rules is None or not rules.shows_children or block.num_inherited is None:
+        if not rules.shows_children or block.num_inherited is None:
             return
         num_context = waiting.request.num_tokens
         joined = (*block.children[0].header, *waiting.texts[child.request_id])
@@ -231,9 +228,7 @@ class Joins:
         self._ready = later
 
     def _pause(self, group: Group, waiting: Waiting) -> None:
-        parent, rules = waiting.request, group.rules
-        if rules is None:
-            return
+        parent = waiting.request
         place = group.places[parent.request_id]
         place.num_generated += parent.num_output_tokens
         waiting.in_flight_tokens = parent.num_in_flight_tokens
@@ -241,7 +236,7 @@ class Joins:
             self._in_flight[parent.request_id] = waiting
         generated = parent.all_token_ids[place.segment_start :]
         waiting.num_held = self._scheduler.block_sharing.hold(
-            parent.request_id, parent, place.segment_start + rules.num_kept(generated)
+            parent.request_id, parent, place.segment_start + group.rules.num_kept(generated)
         )
         group.waiting[parent.request_id] = waiting
         self._scheduler.pause_thread(parent)
@@ -250,12 +245,10 @@ class Joins:
 
     def _continue(self, group: Group, waiting: Waiting) -> None:
         """Start a thread's continuation, or end it where nothing follows the joined text."""
-        scheduler, rules, parent = self._scheduler, group.rules, waiting.request
-        if rules is None:
-            return
+        scheduler, parent = self._scheduler, waiting.request
         thread_id = parent.request_id
         place = group.places[thread_id]
-        joined = rules.joined(
+        joined = group.rules.joined(
             waiting.block,
             parent.all_token_ids[place.segment_start :],
             [waiting.texts[child_id] for child_id in waiting.child_ids],
@@ -295,8 +288,6 @@ class Joins:
         Threads that have generated tokens come first, then by path.
         """
         rules = group.rules
-        if rules is None:
-            return []
         group.prompt = request.prompt_token_ids or ()
         threads = rebuilt_threads(journal, group.prompt, rules, group.parameters)
         running: list[tuple[bool, Request]] = []

@@ -76,9 +76,6 @@ class ThreadGroup(Generic[Child]):
     live: engine request ids of the live threads.
     deferred: children that wait for their start, oldest first.
     num_children: forks of each live thread, by its engine request id.
-    rules: those of a format whose threads wait for their children. Only with them, places has each
-        thread that has not ended, waiting the threads that wait, and prompt the client's prompt.
-    num_joining: parents whose children have all ended, and which continue at the end of the step.
     """
 
     root_id: str
@@ -91,16 +88,28 @@ class ThreadGroup(Generic[Child]):
     live: set[str] = field(default_factory=set)
     deferred: deque[Child] = field(default_factory=deque)
     num_children: dict[str, int] = field(default_factory=dict)
-    rules: BlockRules | None = None
-    prompt: Sequence[int] = ()
-    places: dict[str, TextPlace] = field(default_factory=dict)
-    waiting: dict[str, WaitingParent[Child]] = field(default_factory=dict)
-    num_joining: int = 0
     _control_ids: Container[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        rules = self.rules
-        self._control_ids = self.parameters.control_ids if rules is None else rules.marker_ids
+        self._control_ids = self._tokens_without_text()
+
+    def _tokens_without_text(self) -> Container[int]:
+        return self.parameters.control_ids
+
+    @property
+    def num_waiting(self) -> int:
+        """Threads that wait for their children."""
+        return 0
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a thread is alive, or continues at the end of the step."""
+        return bool(self.live)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thread is live, deferred or waiting."""
+        return not (self.live or self.deferred or self.num_waiting)
 
     @property
     def remaining_tokens(self) -> int:
@@ -136,12 +145,18 @@ class ThreadGroup(Generic[Child]):
 
     def continues_without(self, thread_id: str) -> bool:
         """Return whether other threads of the request run, or will run, after this one ends."""
-        return not self.closed and bool(self.deferred or self.waiting or self.live != {thread_id})
+        return not self.closed and bool(
+            self.deferred or self.num_waiting or self.live != {thread_id}
+        )
 
     def has_joined(self, thread_id: str) -> bool:
-        """Return whether a thread continues behind a joined text."""
-        place = self.places.get(thread_id)
-        return place is not None and place.has_joined
+        """Return whether a thread continues after a joined text."""
+        return False
+
+    def forget(self, thread_id: str) -> None:
+        """Remove a thread that has ended."""
+        self.live.discard(thread_id)
+        self.num_children.pop(thread_id, None)
 
     def next_child(self, parent_id: str) -> tuple[str, int]:
         """Return engine request id and ordinal of a thread's next child.
@@ -179,6 +194,48 @@ class ThreadGroup(Generic[Child]):
         self.used_tokens += self.parameters.num_text(token_ids, stopped=stopped)
 
 
+@dataclass(eq=False, kw_only=True)
+class JoiningGroup(ThreadGroup[Child]):
+    """All threads of a request in whose format threads wait for their children.
+
+    rules: those of the format.
+    prompt: the client's prompt.
+    places: of each thread that has not ended.
+    waiting: the threads that wait.
+    num_joining: parents whose children have all ended, and which continue at the end of the step.
+    """
+
+    rules: BlockRules
+    prompt: Sequence[int] = ()
+    places: dict[str, TextPlace] = field(default_factory=dict)
+    waiting: dict[str, WaitingParent[Child]] = field(default_factory=dict)
+    num_joining: int = 0
+
+    def _tokens_without_text(self) -> Container[int]:
+        return self.rules.marker_ids
+
+    @property
+    def num_waiting(self) -> int:
+        """Threads that wait for their children."""
+        return len(self.waiting)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a thread is alive, or continues at the end of the step."""
+        return bool(self.live or self.num_joining)
+
+    def has_joined(self, thread_id: str) -> bool:
+        """Return whether a thread continues after a joined text."""
+        place = self.places.get(thread_id)
+        return place is not None and place.has_joined
+
+    def forget(self, thread_id: str) -> None:
+        """Remove a thread that has ended."""
+        super().forget(thread_id)
+        self.places.pop(thread_id, None)
+        self.waiting.pop(thread_id, None)
+
+
 class ThreadTable(Generic[Child]):
     """Groups by the engine request ids of their threads, while any of these is live or deferred."""
 
@@ -200,12 +257,17 @@ class ThreadTable(Generic[Child]):
         arrival: tuple[int, float] = (0, 0.0),
         rules: BlockRules | None = None,
     ) -> ThreadGroup[Child]:
-        """Add a request with its root thread. Raises TreeError for a duplicate id."""
+        """Add a request with its root thread; with `rules`, its threads wait for their children.
+
+        Raises TreeError for a duplicate id.
+        """
         if root_id in self._group_of_root:
             raise TreeError(f"request {root_id!r} was added twice")
-        group: ThreadGroup[Child] = ThreadGroup(
-            root_id, parameters, token_budget, arrival, rules=rules
-        )
+        group: ThreadGroup[Child]
+        if rules is None:
+            group = ThreadGroup(root_id, parameters, token_budget, arrival)
+        else:
+            group = JoiningGroup(root_id, parameters, token_budget, arrival, rules=rules)
         self._group_of_root[root_id] = group
         self.add_thread(group, root_id)
         return group
@@ -228,10 +290,7 @@ class ThreadTable(Generic[Child]):
         group = self._group_of_thread.pop(thread_id, None)
         if group is None:
             return None
-        group.live.discard(thread_id)
-        group.num_children.pop(thread_id, None)
-        group.places.pop(thread_id, None)
-        group.waiting.pop(thread_id, None)
+        group.forget(thread_id)
         self.drop_if_ended(group)
         return group
 
@@ -241,7 +300,7 @@ class ThreadTable(Generic[Child]):
 
     def root_is_not_live(self, group: ThreadGroup[Child]) -> None:
         """Remove the root thread of a resumed request, unless it waits for its children."""
-        if group.root_id in group.waiting:
+        if isinstance(group, JoiningGroup) and group.root_id in group.waiting:
             self.pause_thread(group.root_id)
         else:
             self.end_thread(group.root_id)
@@ -252,5 +311,5 @@ class ThreadTable(Generic[Child]):
 
     def drop_if_ended(self, group: ThreadGroup[Child]) -> None:
         """Remove a group without live, deferred or waiting threads."""
-        if not group.live and not group.deferred and not group.waiting:
+        if group.is_over:
             self._group_of_root.pop(group.root_id, None)

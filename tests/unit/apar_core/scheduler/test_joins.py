@@ -244,7 +244,7 @@ def test_a_waiting_parent_keeps_its_request_alive_and_counts_as_no_thread(
 ) -> None:
     engine = ScriptedEngine(EngineShape(), model_dir)
     engine.add("a", PROMPT, SCRIPT, parameters=block_parameters(THREADWEAVER))
-    while "a" not in engine.scheduler.threads.groups[0].waiting:
+    while not engine.scheduler.threads.groups[0].num_waiting:
         engine.step()
 
     state = core_state(engine.scheduler)
