@@ -19,7 +19,7 @@ from deployments.config.keys import ANONYMOUS, KeyConfig, check_keys, hash_of, l
 from deployments.config.limits import IN_MEMORY, LimitsConfig, open_storage
 from deployments.gateway.key_store import KeyStore, StoredKey, open_store
 from deployments.gateway.ledger import Ledger, utc_now
-from deployments.gateway.rate_limits import Admission, CounterStore, KeyRates, WindowStorage
+from deployments.gateway.rate_limits import CounterStore, KeyRates, WindowStorage
 from deployments.wire.answer import Headers
 from deployments.wire.errors import ExpiredKeyError, StoreError, UnknownKeyError
 
@@ -53,11 +53,6 @@ class Caller:
     def may_use(self, model: str) -> bool:
         """Return whether the caller may use a model."""
         return self.key is None or self.key.models is None or model in self.key.models
-
-    def refund(self, admission: Admission) -> None:
-        """Refund the admission of a request."""
-        if self.rates is not None:
-            self.rates.refund(admission)
 
     async def rate_headers(self) -> Headers:
         """Return the `x-ratelimit-*` headers of an answer; none for a caller without rates."""

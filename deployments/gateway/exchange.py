@@ -1,4 +1,4 @@
-"""One HTTP request in the gateway: its id, log record, answer and token charge."""
+"""One HTTP request in the gateway: its id, log record and answer."""
 
 import re
 import time
@@ -14,13 +14,10 @@ from deployments.client_headers import REQUEST_ID
 from deployments.config.keys import TOKEN_PREFIX
 from deployments.gateway.body import RequestBody
 from deployments.gateway.callers import Caller
-from deployments.gateway.fair_queue import Ticket
 from deployments.gateway.gateway_trace import RequestTrace
-from deployments.gateway.ledger import Tally
-from deployments.gateway.rate_limits import Admission, KeyRates
 from deployments.gateway.request_log import RequestRecord, content_of
 from deployments.relay.relay import ReplicaCalls
-from deployments.wire.answer import AnswerEnd, Headers
+from deployments.wire.answer import Headers
 from deployments.wire.errors import ERROR_EVENTS, error_code, event_error_code
 from deployments.wire.routes import AnswerForm, form_of, generates
 
@@ -156,97 +153,3 @@ class Exchange:
 
     def _elapsed_s(self) -> float:
         return round(time.monotonic() - self._began_s, 6)
-
-
-class Charge:
-    """Charges a request's tokens to its key's queue, rates and usage; observes the answer.
-
-    All were charged with an estimate of the prompt's length. It stands until the replica reports
-    the true length, and for good if the client leaves before that.
-    """
-
-    def __init__(
-        self,
-        ticket: Ticket,
-        rates: KeyRates | None,
-        admission: Admission,
-        prompt_tokens: int,
-        record: RequestRecord,
-        tally: Tally | None = None,
-    ) -> None:
-        self._tally = tally
-        self._ticket = ticket
-        self._rates = rates
-        self._admission = admission
-        self._prompt_tokens = prompt_tokens
-        self._record = record
-        self.end: AnswerEnd | None = None
-
-    def progress(self, num_tokens: int, prompt_tokens: int) -> None:
-        """Charge generated tokens, and those of the prompts."""
-        # On another replica, or with several prompts, the count begins anew or comes in parts.
-        if prompt_tokens > (self._record.prompt_tokens or 0):
-            self._record.prompt_tokens = prompt_tokens
-            self._charge_prompt(prompt_tokens)
-            self._ticket.charge_prompt(prompt_tokens)
-        if not num_tokens:
-            return
-        self._ticket.charge(num_tokens)
-        self._record.generated_tokens += num_tokens
-        if self._tally is not None:
-            self._tally.generated(num_tokens)
-        self._use_tokens(num_tokens)
-
-    def retried(self, *, continued: bool) -> None:
-        """Note the loss of a replica."""
-        self._record.retries += 1
-        self._record.continued += continued
-
-    def ended(self, end: AnswerEnd | None) -> None:
-        """Charge the rest of the cost."""
-        record = self._record
-        status = record.status or 0
-        if end is None and status >= HTTPStatus.BAD_REQUEST and not record.generated_tokens:
-            if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                end = AnswerEnd()  # Refused before it reached the engine.
-            else:
-                # Refund the prompt: the request was lost with its replica before any token.
-                record.prompt_tokens = None
-                self._charge_prompt(0)
-        self.end = end
-        if end is None:
-            return
-        # After the loss of a replica, the second answer may be shorter than the first.
-        unpaid = max(0, end.generated_tokens - record.generated_tokens)
-        self._ticket.charge(unpaid)
-        self._ticket.charge_prompt(end.prompt_tokens)
-        if self._tally is not None:
-            self._tally.generated(unpaid)
-        self._use_tokens(unpaid)
-        self._charge_prompt(end.prompt_tokens)
-        record.take_end(end)
-
-    def close(self) -> None:
-        """Give the place at the replicas back; once, last."""
-        record = self._record
-        if record.sent_s is None:
-            self._ticket.give_up()
-            if self._rates is not None:
-                self._rates.refund(self._admission)
-            return
-        if record.prompt_tokens is None and self._prompt_tokens:
-            record.prompt_tokens = self._prompt_tokens
-        # A stream reports its tokens as they come, even if its client leaves.
-        reported = record.stream and record.generated_tokens > 0
-        self._ticket.leave(cost_is_known=reported or self.end is not None)
-
-    def _charge_prompt(self, num_tokens: int) -> None:
-        """Charge the prompt's tokens to rates and budgets, instead of those charged before."""
-        self._use_tokens(num_tokens - self._prompt_tokens)
-        if self._tally is not None:
-            self._tally.prompt(num_tokens)
-        self._prompt_tokens = num_tokens
-
-    def _use_tokens(self, num: int) -> None:
-        if self._rates is not None:
-            self._rates.use_tokens(num)

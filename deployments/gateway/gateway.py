@@ -19,9 +19,10 @@ from deployments.client_headers import BYPASSES_SERVE, REQUEST_ID
 from deployments.config.keys import KeyConfig
 from deployments.gateway.accounts import Size
 from deployments.gateway.admin import ADMIN_PATH, Admin
+from deployments.gateway.bill import Bill
 from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
 from deployments.gateway.callers import Caller, Callers
-from deployments.gateway.exchange import Charge, Exchange
+from deployments.gateway.exchange import Exchange
 from deployments.gateway.fair_queue import Due, QueueState, Ticket
 from deployments.gateway.gateway_metrics import GatewayMetrics
 from deployments.gateway.gateway_trace import start_trace
@@ -35,9 +36,7 @@ from deployments.gateway.health import (
     not_ready,
     ready_answer,
 )
-from deployments.gateway.ledger import Tally
 from deployments.gateway.models import Model, by_name, card_of, describe, find_model, list_models
-from deployments.gateway.rate_limits import Admission
 from deployments.gateway.request_options import priority_of, read_options
 from deployments.gateway.settings import GatewaySettings
 from deployments.gateway.shared_places import Need, SharedPlaces
@@ -240,8 +239,10 @@ class Gateway:
                 await self.callers.ledger.check(caller.key)
             admission = () if caller.rates is None else await caller.rates.admit_request()
             if method == "POST":
-                with self._bodies.hold(None if caller.key is None else caller.name) as held:
-                    await self._answer(caller, scope, receive, held, admission, exchange)
+                bill = Bill(caller, admission, self.callers.ledger, exchange.record)
+                owner = None if caller.key is None else caller.name
+                with bill, self._bodies.hold(owner) as held:
+                    await self._answer(caller, scope, receive, held, bill, exchange)
             else:
                 await self._describe(caller, scope, exchange)
         except (RequestError, CapacityError) as error:
@@ -263,14 +264,10 @@ class Gateway:
         scope: Scope,
         receive: Receive,
         held: HeldBody,
-        admission: Admission,
+        bill: Bill,
         exchange: Exchange,
     ) -> None:
-        """Queue a request and relay its answer. Raises RequestError and CapacityError.
-
-        A request refused for its content still counts in its key's rates: checking it costs as much
-        as admitting it.
-        """
+        """Queue a request and relay its answer. Raises RequestError and CapacityError."""
         try:
             limits = self._settings.limits
             raw = await read_body(
@@ -281,41 +278,26 @@ class Gateway:
                 timeout_s=limits.body_timeout_s,
             )
         except CapacityError:
-            caller.refund(admission)
+            bill.refund()
             raise
         wait_s = _asked_wait_s(scope)
         model, request, size = self._parsed(caller, scope, raw, exchange)
-        num_tokens = size.prompt_tokens
         terms = request.terms
-        if caller.rates is not None:
-            admission = (*admission, *await caller.rates.admit_tokens(num_tokens))
+        await bill.admit(size.prompt_tokens)
         exchange.queueing()
         starts = not model.replicas.num_running
-        tally: Tally | None = None
         try:
-            if caller.key is not None:
-                name = exchange.record.adapter or model.settings.name
-                tally = self.callers.ledger.begin(caller.key, name, num_tokens)
-            try:
-                model, request, ticket = await self._enter(
-                    caller, model, request, size, exchange, wait_s if starts else None
-                )
-            except QueueTimeoutError:
-                if model.replicas.num_running:
-                    raise
-                raise not_ready(await model.replicas.starting()) from None
-        except BaseException:
-            caller.refund(admission)
-            if tally is not None:
-                tally.close(exchange.record)
-            raise
+            model, request, ticket = await self._enter(
+                caller, model, request, size, exchange, wait_s if starts else None
+            )
+        except QueueTimeoutError:
+            if model.replicas.num_running:
+                raise
+            raise not_ready(await model.replicas.starting()) from None
+        bill.placed(ticket)
         if wait_s is not None:
             starts = starts and exchange.record.fallback_of is None
             wait_s = max(wait_s - ticket.queued_s, 1.0) if starts else None
-        if tally is not None and exchange.record.fallback_of is not None:
-            tally.answered_by(exchange.record.adapter or model.settings.name)
-        exchange.record.queue_s = round(ticket.queued_s, 6)
-        charge = Charge(ticket, caller.rates, admission, num_tokens, exchange.record, tally)
         try:
             exchange.rate_headers = await caller.rate_headers()
             exchange.sending()
@@ -323,13 +305,10 @@ class Gateway:
                 request = replace(request, hint=_hurried(request.hint, terms.deadlines))
             calls = exchange.calls(model.replicas, model.settings.deployment)
             await relay_answer(
-                calls, request, exchange.send, charge, self.retries, wait_s, hold=held.add
+                calls, request, exchange.send, bill, self.retries, wait_s, hold=held.add
             )
         finally:
-            charge.close()
-            if tally is not None:
-                tally.close(exchange.record)
-            ROUTERS.ended(model.settings.deployment, exchange.unique_id, charge.end)
+            ROUTERS.ended(model.settings.deployment, exchange.unique_id, bill.end)
 
     async def _enter(
         self,

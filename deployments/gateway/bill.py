@@ -1,0 +1,154 @@
+"""What one request costs its caller, from its admission to the end of its answer."""
+
+from http import HTTPStatus
+from types import TracebackType
+from typing import Self
+
+from deployments.gateway.callers import Caller
+from deployments.gateway.fair_queue import Ticket
+from deployments.gateway.ledger import UNKNOWN_MODEL, Ledger, Tally
+from deployments.gateway.rate_limits import Admission
+from deployments.gateway.request_log import RequestRecord
+from deployments.wire.answer import AnswerEnd
+
+
+class Bill:
+    """Charges a request to its key's rates, budgets and share of the replicas.
+
+    A context manager: at the end, the request's places are free again, its usage is written, and
+    what was charged for a request that was sent to no replica is refunded. A request refused for
+    its content still counts in the rates: checking it costs as much as admitting it.
+
+    Tokens are charged with an estimate of the prompt's length. It stands until the replica reports
+    the true length, and for good if the client leaves before that.
+    """
+
+    def __init__(
+        self, caller: Caller, admission: Admission, ledger: Ledger, record: RequestRecord
+    ) -> None:
+        """`admission` is what `KeyRates.admit_request` has charged."""
+        self._caller = caller
+        self._admission = admission
+        self._ledger = ledger
+        self._record = record
+        self._is_admitted = False
+        self._prompt_tokens = 0
+        self._tally: Tally | None = None
+        self._ticket: Ticket | None = None
+        self.end: AnswerEnd | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._leave()
+        if self._record.sent_s is None and self._is_admitted:
+            self.refund()
+        if self._tally is not None:
+            self._tally.close(self._record)
+
+    def refund(self) -> None:
+        """Take back what was charged to the rates."""
+        if self._caller.rates is not None:
+            self._caller.rates.refund(self._admission)
+
+    async def admit(self, prompt_tokens: int) -> None:
+        """Charge the prompt, by an estimate, to rates and budgets.
+
+        Raises CapacityError if a rate or a budget is used up.
+        """
+        key, rates, record = self._caller.key, self._caller.rates, self._record
+        self._prompt_tokens = prompt_tokens
+        if rates is not None:
+            self._admission = (*self._admission, *await rates.admit_tokens(prompt_tokens))
+        self._is_admitted = True
+        if key is not None:
+            model = record.adapter or record.model or UNKNOWN_MODEL
+            self._tally = self._ledger.begin(key, model, prompt_tokens)
+
+    def placed(self, ticket: Ticket) -> None:
+        """Note the request's places at the replicas of the model that answers."""
+        record = self._record
+        self._ticket = ticket
+        record.queue_s = round(ticket.queued_s, 6)
+        if self._tally is not None and record.fallback_of is not None:
+            self._tally.answered_by(record.adapter or record.model or UNKNOWN_MODEL)
+
+    @property
+    def _place(self) -> Ticket:
+        assert self._ticket is not None, "only a placed request is answered"
+        return self._ticket
+
+    def progress(self, num_tokens: int, prompt_tokens: int) -> None:
+        """Charge generated tokens, and those of the prompts."""
+        # On another replica, or with several prompts, the count begins anew or comes in parts.
+        if prompt_tokens > (self._record.prompt_tokens or 0):
+            self._record.prompt_tokens = prompt_tokens
+            self._charge_prompt(prompt_tokens)
+            self._place.charge_prompt(prompt_tokens)
+        if not num_tokens:
+            return
+        self._place.charge(num_tokens)
+        self._record.generated_tokens += num_tokens
+        if self._tally is not None:
+            self._tally.generated(num_tokens)
+        self._use_tokens(num_tokens)
+
+    def retried(self, *, continued: bool) -> None:
+        """Note the loss of a replica."""
+        self._record.retries += 1
+        self._record.continued += continued
+
+    def ended(self, end: AnswerEnd | None) -> None:
+        """Charge the rest of the cost."""
+        record = self._record
+        status = record.status or 0
+        if end is None and status >= HTTPStatus.BAD_REQUEST and not record.generated_tokens:
+            if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                end = AnswerEnd()  # Refused before it reached the engine.
+            else:
+                # Refund the prompt: the request was lost with its replica before any token.
+                record.prompt_tokens = None
+                self._charge_prompt(0)
+        self.end = end
+        if end is None:
+            return
+        # After the loss of a replica, the second answer may be shorter than the first.
+        unpaid = max(0, end.generated_tokens - record.generated_tokens)
+        self._place.charge(unpaid)
+        self._place.charge_prompt(end.prompt_tokens)
+        if self._tally is not None:
+            self._tally.generated(unpaid)
+        self._use_tokens(unpaid)
+        self._charge_prompt(end.prompt_tokens)
+        record.take_end(end)
+
+    def _leave(self) -> None:
+        """Give the places at the replicas back."""
+        record, ticket = self._record, self._ticket
+        if ticket is None:
+            return
+        if record.sent_s is None:
+            ticket.give_up()
+            return
+        if record.prompt_tokens is None and self._prompt_tokens:
+            record.prompt_tokens = self._prompt_tokens
+        # A stream reports its tokens as they come, even if its client leaves.
+        reported = record.stream and record.generated_tokens > 0
+        ticket.leave(cost_is_known=reported or self.end is not None)
+
+    def _charge_prompt(self, num_tokens: int) -> None:
+        """Charge the prompt's tokens to rates and budgets, instead of those charged before."""
+        self._use_tokens(num_tokens - self._prompt_tokens)
+        if self._tally is not None:
+            self._tally.prompt(num_tokens)
+        self._prompt_tokens = num_tokens
+
+    def _use_tokens(self, num: int) -> None:
+        if self._caller.rates is not None:
+            self._caller.rates.use_tokens(num)
