@@ -1,4 +1,4 @@
-"""Where a checkpoint folder of `apar train` has its adapter."""
+"""Adapter of a checkpoint folder of `apar train`."""
 
 from __future__ import annotations
 

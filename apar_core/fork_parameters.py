@@ -25,7 +25,7 @@ _TUPLES = ("seed_ids", "banned_ids", "end_ids", "thread_path", "replacement_ids"
 
 @dataclass(frozen=True, slots=True)
 class ForkParameters:
-    """How the checkpoint forks, and limits on the threads of one request.
+    """Control tokens of the checkpoint, and limits on the threads of one request.
 
     What a fork does depends on the checkpoint's format: `formats/parallel_format.py`.
 

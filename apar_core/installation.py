@@ -1,4 +1,4 @@
-"""What is installed: the extra that a module needs, packages that hide ours, and the GPU driver."""
+"""Installed packages: the extra that a module needs, packages that hide ours, the GPU driver."""
 
 from __future__ import annotations
 

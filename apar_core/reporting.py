@@ -268,7 +268,7 @@ def _keep_others_out(folder: Path) -> None:
 
 
 class LineStore(Generic[Key, Line]):
-    """What one folder holds already: models by their key, in memory and in a JSON lines file."""
+    """Results of one folder: models by their key, in memory and in a JSON lines file."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class LineStore(Generic[Key, Line]):
         self.lines = {key_of(line): line for line in read_finished_lines(path, model)}
 
     def add(self, line: Line) -> None:
-        """Keep one."""
+        """Append a result."""
         if not self.lines:
             claim_folder(self._path.parent, self._settings)
         append_line(self._path, line)

@@ -1,1 +1,1 @@
-"""What an operator sees of a cluster and is alerted on: files, and the code that makes them."""
+"""Dashboards and alerts of a cluster: files, and the code that makes them."""

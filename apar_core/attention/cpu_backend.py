@@ -101,7 +101,7 @@ class FamilyCPUBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """As in vLLM; drafts (`fast_build`) have no families."""
+        """Build vLLM's metadata with families; drafts (`fast_build`) have none."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
         plan = None if fast_build else self.planner.plan(common)
@@ -149,7 +149,7 @@ class FamilyCPUImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As in vLLM; its KV cache has the new tokens of all rows already."""
+        """Compute attention; the KV cache has the new tokens of all rows already."""
         metadata = attn_metadata
         if not isinstance(metadata, FamilyCPUMetadata) or metadata.plan is None:
             return super().forward(

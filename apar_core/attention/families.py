@@ -4,7 +4,7 @@ A family is a set of rows with one common prefix of full blocks. Attention reads
 for the whole family, and the rest of each row alone. The partition into families saves the most
 block reads that any partition with one prefix per row can save.
 
-Only block ids decide, not the names of threads. If two rows list a block at the same place, behind
+Only block ids decide, not the names of threads. If two rows list a block at the same place, after
 equal blocks, it holds the same tokens for both. So the scheduler need not say which threads are
 siblings. Requests with one prompt (`n > 1`) or one system prompt are found in the same way.
 A preempted thread that returns is in the family of the blocks it returns with.
@@ -85,7 +85,7 @@ def group_rows(
 
     `block_table` is int32 [R, B], `seq_lens` [R] counts each row's tokens including this step's,
     and `query_lens` [R] this step's alone. Rows with any other number of queries than one
-    (prefill chunks, drafts, padding) are in no family. Entries of the table behind a row's last
+    (prefill chunks, drafts, padding) are in no family. Entries of the table after a row's last
     computed full block are not read. Rows of block 0, vLLM's null block, are dummies. A step that
     would save fewer than `min_saved_blocks` block reads has no families.
     """

@@ -160,9 +160,9 @@ class DevicePlan:
     prefix_table: Tensor
     """int32 [F, longest prefix + 1] blocks of each shared prefix."""
     suffix_lens: Tensor
-    """int32 [R] tokens of each row behind its shared prefix."""
+    """int32 [R] tokens of each row after its shared prefix."""
     suffix_table: Tensor
-    """int32 [R, longest suffix + 1] blocks of each row behind its shared prefix."""
+    """int32 [R, longest suffix + 1] blocks of each row after its shared prefix."""
     max_family_rows: int
     max_prefix_blocks: int
     max_suffix_blocks: int
@@ -191,7 +191,7 @@ def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size:
     )
     num_rows = len(row_prefix_blocks)
     # Beyond a row's end any block will do, because `suffix_lens` ends before it. FlashAttention 2
-    # reads, but does not use, a block behind the last one, so both tables have one more.
+    # reads, but does not use, a block after the last one, so both tables have one more.
     places = torch.arange(plan.max_suffix_blocks + 1, device=block_table.device)
     columns = (row_prefix_blocks[:, None] + places).clamp_(max=block_table.shape[1] - 1)
     return DevicePlan(
@@ -208,7 +208,7 @@ def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size:
 
 
 class FamilyBuilder:
-    """What both builders add to vLLM's."""
+    """Additions of both builders to vLLM's."""
 
     planner: StepPlanner
 
@@ -281,7 +281,7 @@ class FamilyFlashBuilder(FamilyBuilder, FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
-        """As in vLLM; drafts (`fast_build`) have no families."""
+        """Build vLLM's metadata with families; drafts (`fast_build`) have none."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         plan = None if fast_build else self.device_plan(common_attn_metadata, self.block_size)
         return metadata if plan is None else FamilyFlashMetadata(**vars(metadata), plan=plan)
@@ -289,7 +289,7 @@ class FamilyFlashBuilder(FamilyBuilder, FlashAttentionMetadataBuilder):
     def update_block_table(
         self, metadata: FlashAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> FlashAttentionMetadata:
-        """As in vLLM; another KV cache group has other families, so it is read row by row."""
+        """Update vLLM's metadata; another KV cache group has other families: read row by row."""
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
         return replace(updated, plan=None) if isinstance(updated, FamilyFlashMetadata) else updated
 
@@ -309,7 +309,7 @@ class FamilyFlashImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As in vLLM; its KV cache has the new tokens of all rows already."""
+        """Compute attention; the KV cache has the new tokens of all rows already."""
         metadata = attn_metadata
         if not isinstance(metadata, FamilyFlashMetadata) or metadata.plan is None:
             return super().forward(
@@ -328,7 +328,7 @@ class FamilyFlashImpl(FlashAttentionImpl):
         return output
 
     def step_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the memory of a layer's tensors between and behind the two passes."""
+        """Return the memory of a layer's tensors between and after the two passes."""
         rows, tokens = _most_rows(vllm_config), vllm_config.scheduler_config.max_num_batched_tokens
         # mypy does not know that vLLM has resolved its type.
         dtype: Any = vllm_config.model_config.dtype
@@ -456,7 +456,7 @@ class FamilyTritonBuilder(FamilyBuilder, TritonAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TritonAttentionMetadata:
-        """As in vLLM. Our kernel takes one query a row, so steps with prefill have no families."""
+        """Build metadata with families; none with prefill: our kernel takes one query a row."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
         if fast_build or common.max_query_len != 1 or common.num_actual_tokens != common.num_reqs:
@@ -480,7 +480,7 @@ class FamilyTritonImpl(TritonAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As in vLLM; its KV cache has the new tokens of all rows already."""
+        """Compute attention; the KV cache has the new tokens of all rows already."""
         metadata = attn_metadata
         plan = metadata.plan if isinstance(metadata, FamilyTritonMetadata) else None
         if plan is None or output_scale is not None:

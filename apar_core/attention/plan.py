@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class FamilyCounts:
-    """What a worker has read since it started, per layer; blocks are those of decoding rows.
+    """Reads of a worker since its start, per layer; blocks are those of decoding rows.
 
     `shared_rows` were read in families, and `saved_blocks` block reads were not needed.
     """

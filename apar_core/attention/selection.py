@@ -62,7 +62,7 @@ def engine_problem(vllm_config: VllmConfig) -> str | None:
         "multi-head latent attention": model.use_mla,
         f"a KV cache of type {cache.cache_dtype}": cache.cache_dtype
         not in ("auto", str(model.dtype).removeprefix("torch.")),
-        # The prompt, and a window behind it.
+        # The prompt, and a window after it.
         "reference sliding window attention": model.rswa_window is not None,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,

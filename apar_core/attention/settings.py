@@ -1,4 +1,4 @@
-"""When rows of a step are grouped into families. The defaults are predicted, not measured on a GPU.
+"""Grouping of a step's rows into families. The defaults are predicted, not measured on a GPU.
 
 A group of rows is read in two passes, over the shared blocks and over the rest of each row, whose
 results are merged. `cluster/lab/virtual/shared_reads.py` counts what that saves.

@@ -48,7 +48,7 @@ SCRATCH_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the kernels divide their work; measured per GPU by `benchmarks/gpu/family_kernel.py`.
+    """Division of the kernels' work; measured per GPU by `benchmarks/gpu/family_kernel.py`.
 
     tokens: tokens of KV cache that a program reads at a time, a power of 2 from 16.
     warps, stages: of Triton; a stage is a tile of keys and values in shared memory.
@@ -66,7 +66,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a call splits prefixes and suffixes: tokens of a chunk, and chunks of the longest.
+    """Split of prefixes and suffixes in a call: tokens of a chunk, and chunks of the longest.
 
     All are 0 for the prefixes of a call without families.
     """

@@ -162,7 +162,7 @@ class AparAsyncLLM(AsyncLLM):
             self.take_statistics(request_id)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        """As in vLLM, but forget a request that cannot be sent to the engine core."""
+        """Add a request as vLLM does, but forget it if it cannot be sent to the engine core."""
         try:
             journal = self._output.journal_of(request)
             if journal is None:

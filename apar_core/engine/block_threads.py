@@ -18,8 +18,8 @@ class BlockThreads(RequestThreads):
     """Reads the text that the format prescribes from the threads of one request.
 
     The format's own text around the children is forced into the tree: a header before each child,
-    what closes a child that did not close itself, and what its parent continues behind. The last of
-    these comes with the first token behind it, because a parent may also end there.
+    what closes a child that did not close itself, and what its parent continues after. The last of
+    these comes with the first token after it, because a parent may also end there.
 
     `prompt` are the tokens of the client's prompt.
     """
@@ -72,7 +72,7 @@ class BlockThreads(RequestThreads):
                 start = index + 1
                 children += self._open(output.request_id, thread, block, generated)
         if start < len(token_ids):
-            # An end token may be all that a thread generates behind a join.
+            # An end token may be all that a thread generates after a join.
             self._join(thread)
         self._append(thread, output, start, num_text)
         return children
@@ -124,7 +124,7 @@ class BlockThreads(RequestThreads):
         return request_ids
 
     def _join(self, thread: ThreadId) -> None:
-        """Add the format's text behind the children of a thread that continues."""
+        """Add the format's text after the children of a thread that continues."""
         if thread not in self._waiting:
             return
         block, generated, children = self._waiting.pop(thread)

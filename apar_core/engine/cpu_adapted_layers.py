@@ -57,7 +57,7 @@ _numbers = count()
 
 
 class AdaptedLayer(ABC):
-    """What a layer with adapters computes; the compiler sees one operation.
+    """Compute a layer with adapters; the compiler sees one operation.
 
     Which adapters a step has is known only when it runs, and vLLM compiles a model once, for all
     steps. That is why it does not compile models with adapters on CPUs.

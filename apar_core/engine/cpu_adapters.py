@@ -55,7 +55,7 @@ class CPUAdapters(PunicaWrapperCPU):
         self._of_samples: Sequence[AdapterRows] = ()
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """As in vLLM; called when the rows of a step are known."""
+        """Override of vLLM's method, called when the rows of a step are known."""
         super().update_metadata(*args, **kwargs)
         self._of_tokens = adapter_rows(self.token_lora_indices)
         self._of_samples = adapter_rows(self.sampler_indices)

@@ -153,7 +153,7 @@ class ForkInputProcessor(InputProcessor):
     def process_inputs(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
-        """As in vLLM. Raises VLLMValidationError (HTTP 400) for what a client may not ask for."""
+        """Process a request. Raises VLLMValidationError (HTTP 400) for what is refused."""
         request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
         terms = find_client(self.key_terms, request_id)
         if terms is not None and terms.key is not None:
@@ -187,7 +187,7 @@ class ForkInputProcessor(InputProcessor):
             constraints.backend = "xgrammar"
 
     def _validate_params(self, params: Any, *args: Any, **kwargs: Any) -> bool | None:
-        """As in vLLM; after `explain_refusals`, whatever fails is a VLLMValidationError."""
+        """Validate; after `explain_refusals`, whatever fails is a VLLMValidationError."""
         if not self._explains:
             unchanged: bool | None = super()._validate_params(params, *args, **kwargs)
             return unchanged

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from apar_core.vllm_names import LogitsContext, LogitsProcRequestState
 
-# What a slot's request may sample: anything; no control token; forks, but not behind a control
+# What a slot's request may sample: anything; no control token; forks, but not after a control
 # token.
 _FREE, _UNFORKED, _FORKING = 0, 1, 2
 

@@ -65,7 +65,7 @@ class ForkOutputProcessor(OutputProcessor):
         # By engine request id, if the client asked for a thread-tagged stream.
         self._tagged: dict[str, ThreadTags] = {}
         # By engine request id, if the engine core may send the tokens of several steps together:
-        # number of steps behind the last message. 0 for a single thread: one step per token.
+        # number of steps after the last message. 0 for a single thread: one step per token.
         self._num_steps: dict[str, int] = {}
         self.stream_pause_s = 0.0
 
@@ -162,7 +162,7 @@ class ForkOutputProcessor(OutputProcessor):
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
-        """As in vLLM, after joining the outputs of threads into those of their requests."""
+        """Join the outputs of threads into those of their requests, and process these."""
         for output in engine_core_outputs:
             if output.finish_reason == FinishReason.ERROR:
                 self._explain(output)
@@ -224,7 +224,7 @@ class ForkOutputProcessor(OutputProcessor):
         return [state.request_id for state in ended]
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        """As in vLLM; the scheduler ends all threads of a request with its root."""
+        """Abort requests; the scheduler ends all threads of a request with its root."""
         states = dict(self.request_states)
         aborted = super().abort_requests(request_ids, internal)
         for request_id in aborted:
@@ -311,7 +311,7 @@ class ForkOutputProcessor(OutputProcessor):
         engine_core_timestamp: float | None,
         iteration_stats: IterationStats | None,
     ) -> None:
-        """As in vLLM, but the time between tokens that came together is divided among their steps.
+        """Count as vLLM, but divide the time between tokens that came together among their steps.
 
         vLLM counts it once, as if one step had generated them.
         """

@@ -4,12 +4,12 @@ Source: Parallel Prompt Decoding (arXiv 2405.18628), with a chain instead of a t
 has no tree attention. The draft of a thread is `[guesses..., prompt tokens...]`, K tokens in all:
 
     step   input of a thread         what its logits give
-    1      x  P1 P2 P3               x: next token a.  P1, P2, P3: guesses b c d behind a
-    2      a  b c P1                 a, b, c: verify b, c, and the token behind them.
+    1      x  P1 P2 P3               x: next token a.  P1, P2, P3: guesses b c d after a
+    2      a  b c P1                 a, b, c: verify b, c, and the token after them.
                                      P1: one guess, if b and c were both right
     3      e  P1 P2 P3               after a wrong guess: nothing to verify
 
-Prompt token d predicts the token d places behind the next one. In a causal sequence it reads the
+Prompt token d predicts the token d places after the next one. In a causal sequence it reads the
 guesses before it, so its prediction is of use only if all of them were right.
 
 Where this meets vLLM:
@@ -133,7 +133,7 @@ def _check_settings(vllm_config: VllmConfig) -> Path:
 
 
 class PromptEmbedding(nn.Module):
-    """The model's input embedding, with rows for prompt tokens behind the vocabulary."""
+    """The model's input embedding, with rows for prompt tokens after the vocabulary."""
 
     def __init__(self, embedding: nn.Module, rows_MD: Tensor, first_id: int) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class PromptChain:
 
         vLLM calls it after each step that `observe` has seen, with the threads in the same order.
         """
-        # Waits for nothing on a GPU: vLLM has already waited for the tokens sampled behind it.
+        # Waits for nothing on a GPU: vLLM has already waited for the tokens sampled after it.
         predictions = [] if self._predictions is None else self._predictions.tolist()
         rows, self._rows, self._predictions = self._rows, [], None
         drafts: list[list[int]] = []
@@ -329,7 +329,7 @@ def _indices(counts: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     """Return indices of logits and drafts, from the guesses and prompt tokens of each thread.
 
     A thread has one row of logits for its last token, then one for each draft. The indices are of
-    the rows that verify guesses, of the rows behind them, of the prompt tokens' rows, of the
+    the rows that verify guesses, of the rows after them, of the prompt tokens' rows, of the
     guesses among all drafts; the last tensor adds up the guesses.
     """
     targets: list[int] = []

@@ -30,7 +30,7 @@ from apar_core.tree.thread_names import child_replay_key, replay_key_of_path
 REPLAY = "apar_core.engine.logits_processors:Replay"
 """Value for vLLM's `logits_processors`, without which an engine does not replay."""
 REPLAY_V2 = "apar_core.engine.logits_processors_v2:Replay"
-"""What our plugin makes of it for vLLM's V2 model runner."""
+"""The form of it for vLLM's V2 model runner."""
 REPLAY_ARG = "apar_replay"
 """Key of `SamplingParams.extra_args`: a replay that the engine core generates."""
 REPLAY_REQUEST_ARG = "apar_replay_request"
@@ -281,7 +281,7 @@ class _BlockCheck:
             raise _refusal(f"thread {unknown[0][:80]!r} is not opened by any other")
 
     def _text(self, key: str, sequence: list[int]) -> list[int]:
-        """Check a thread behind `sequence`; return its text, with the blocks joined inside it."""
+        """Check a thread after `sequence`; return its text, with the blocks joined inside it."""
         self._opened.add(key)
         script, rules = self._scripts[key], self._rules
         own_start = segment_start = len(sequence)

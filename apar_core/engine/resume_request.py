@@ -56,7 +56,7 @@ def outputs_so_far(
 
 
 def _in_order(request: AnyRequest, journal: Journal, tokenizer: Any) -> Iterator[ThreadDelta]:
-    """Yield the deltas, those of children before what their parent generated behind them."""
+    """Yield the deltas, those of children before what their parent generated after them."""
     params = request.sampling_params
     parameters = None if params is None else ForkParameters.from_extra_args(params.extra_args)
     if parameters is None or parameters.blocks is None or not parameters.enabled:

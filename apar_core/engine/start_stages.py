@@ -1,4 +1,4 @@
-"""What a starting engine does: loading weights, compiling, warming up; and why it failed.
+"""Stages of a starting engine: loading weights, compiling, warming up; and why it failed.
 
 vLLM tells it only in its log, in several processes. A handler in each of them writes the stage to a
 file that `STAGES_FILE` names, and the process that waits for the engine reads it. The first error
@@ -16,7 +16,7 @@ STAGES_FILE = "APAR_STAGES_FILE"
 
 
 class Stage(StrEnum):
-    """Stages in their order, in words that fit behind "it is"."""
+    """Stages in their order, in words that fit after "it is"."""
 
     IMPORTING = "importing vLLM"
     STARTING_ENGINE = "starting the engine's process"

@@ -1,4 +1,4 @@
-"""What each thread of a request writes, for thread-tagged streams.
+"""Texts of a request's threads, for thread-tagged streams.
 
 A `ThreadTags` reads the paragraph tree of one choice as it grows, and detokenizes each thread on
 its own. It also learns which text vLLM's detokenizer made of each paragraph in the ordered text,
@@ -61,7 +61,7 @@ class _Paragraph:
 class _Fork:
     """State of a thread at a fork: where its child begins.
 
-    `context` are the last tokens that have become text, `held` those behind them that have not: the
+    `context` are the last tokens that have become text, `held` those after them that have not: the
     first bytes of a character.
     """
 
@@ -140,7 +140,7 @@ class ThreadTags:
         """Read what the threads have written since the last call."""
         for thread in self._threads.values():
             self._read(thread)
-        # A thread stands in the tree behind its parent.
+        # A thread stands in the tree after its parent.
         new = islice(self.tree.threads.items(), len(self._threads), None)
         for thread_id, record in list(new):
             self._threads[thread_id] = thread = self._begin(thread_id, record)

@@ -1,1 +1,1 @@
-"""How model families mark forks in their tokens."""
+"""Marks of forks in the tokens of model families."""

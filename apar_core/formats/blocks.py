@@ -1,7 +1,7 @@
 """Blocks of threads for which their parent waits: when one opens, what is read, what is joined.
 
 A block opens where a thread completes the format's trigger and has outlines. Its children read what
-the format prescribes. When all of them have ended, the parent continues behind the joined text.
+the format prescribes. When all of them have ended, the parent continues after the joined text.
 Scheduler and API process apply these rules to the same tokens, so they agree without messages.
 What a thread has generated is always taken by its token ids, never tokenized again.
 """
@@ -30,7 +30,7 @@ from apar_core.formats.resolved_format import resolve
 class BlockChild:
     """A child of a block.
 
-    seed: tokens forced behind what the child inherits.
+    seed: tokens forced after what the child inherits.
     header: tokens before its text in the joined text.
     """
 
@@ -53,7 +53,7 @@ class OpenBlock:
 
 @dataclass(frozen=True, slots=True)
 class JoinedText:
-    """Tokens behind which a waiting parent continues.
+    """Tokens after which a waiting parent continues.
 
     num_kept: how many of its tokens since its last join stay before them.
     continues: whether it continues at all, or its answer ends here.
@@ -70,7 +70,7 @@ class BlockRules:
     marker_ids: tokens at which a block may open or a child may end; no other token needs a check.
     end_ids: those of them that end a child.
     shows_children: whether the children's texts are a part of the joined text, each between a
-        header and `close_ids`, with `suffix_ids` behind the last.
+        header and `close_ids`, with `suffix_ids` after the last.
     """
 
     def __init__(self, definition: ParallelFormat, tokenizer: Tokenizer) -> None:
@@ -130,7 +130,7 @@ class BlockRules:
     def open(
         self, generated: Sequence[int], prompt: Callable[[], Sequence[int]]
     ) -> OpenBlock | None:
-        """Return the block that opens behind a thread's tokens since its last join.
+        """Return the block that opens after a thread's tokens since its last join.
 
         None if they do not end with the trigger, or name no child: the thread then continues as if
         there was no trigger. `prompt` returns the client's prompt.

@@ -45,7 +45,7 @@ class Outlines(_Facts):
     )
     after: str | None = Field(
         None,
-        description="Search only behind the last occurrence of this text, if there is one.",
+        description="Search only after the last occurrence of this text, if there is one.",
     )
     count: PositiveInt | None = Field(
         None, description="A fixed number of children; their numbers are 1, 2, ..."
@@ -90,7 +90,7 @@ class Outlines(_Facts):
 
 
 class Join(_Facts):
-    """How the texts of the children become a part of the waiting parent's text.
+    """Join of the children's texts into the waiting parent's text.
 
     The joined text is `prefix`, then header and text of each child, then `suffix`. A child's text
     includes the text that ended it.
@@ -101,7 +101,7 @@ class Join(_Facts):
         None, description="Template before the text of the first child; by default as `header`."
     )
     prefix: str = Field("", description="Text before the first header.")
-    suffix: str = Field("", description="Text behind the last child, where the parent continues.")
+    suffix: str = Field("", description="Text after the last child, where the parent continues.")
     close: str = Field(
         "", description="Text added to a child that ended without one of the texts of `child_end`."
     )
@@ -346,7 +346,7 @@ def is_closed(definition: ParallelFormat, text: str) -> bool:
 
 
 def join_continues(definition: ParallelFormat, texts: Sequence[str]) -> bool:
-    """Return whether the parent continues behind these texts of its children."""
+    """Return whether the parent continues after these texts of its children."""
     join = definition.join
     if join is None or join.unclosed == "continue":
         return True

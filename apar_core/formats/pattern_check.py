@@ -183,7 +183,7 @@ def _check_ways(automaton: _Automaton, loops: Sequence[set[int]]) -> None:
     """Raise ValueError if many ways without a round of a loop can read the same text."""
     loop_of = {each: loop for loop in loops for each in loop}
     ways: dict[int, int] = {}
-    # Those behind a position come before it, apart from its own loop.
+    # Those after a position come before it, apart from its own loop.
     for each in sorted(
         range(len(automaton.after)), key=lambda each: len(automaton.reached[each] | {each})
     ):
@@ -201,7 +201,7 @@ def _check_ways(automaton: _Automaton, loops: Sequence[set[int]]) -> None:
 
 
 def _check_degree(automaton: _Automaton, loops: Sequence[set[int]]) -> None:
-    """Raise ValueError for cubic time: two pairs of loops that share text, one behind the other.
+    """Raise ValueError for cubic time: two pairs of loops that share text, one after the other.
 
     The search itself is a loop. Source: Weber and Seidl, "On the degree of ambiguity of finite
     automata" (1991), condition IDA.

@@ -38,7 +38,7 @@ class PromptTokenSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    num_prompts: PositiveInt = Field(3, description="Prompt tokens behind a token.")
+    num_prompts: PositiveInt = Field(3, description="Prompt tokens after a token.")
     ensemble: PositiveInt = Field(1, description="Embeddings per prompt token.")
     hidden_size: PositiveInt = Field(description="Hidden size of the model.")
     average: Literal["logits", "probabilities", "learned"] = Field(

@@ -164,11 +164,11 @@ class ResolvedFormat:
         return (self.trigger_id, *self.banned_ids)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text of the format, markers as their tokens, behind other text."""
+        """Return the ids of a text of the format, markers as their tokens, after other text."""
         return encode_behind(text, self._tokenizer)
 
     def encode_written(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text that a model has written, behind other text.
+        """Return the ids of a text that a model has written, after other text.
 
         Markers are spelled out. Never raises: a tokenizer may not spell every text, for example
         one that composes accents.
@@ -212,7 +212,7 @@ class ResolvedFormat:
     def outline_text(self, token_ids: Sequence[int]) -> str:
         """Return what a thread has generated, in which only marker tokens spell markers.
 
-        A model may repeat a user's `<Outline>` character by character, which is no outline: behind
+        A model may repeat a user's `<Outline>` character by character, which is no outline: after
         its first character there is a null character.
         """
         text: list[str] = []
@@ -281,12 +281,12 @@ def encode_behind(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of a text that follows other text. Raises CheckpointError if none spell it."""
     token_ids = _closest_ids(text, tokenizer)
     if text and not _spell(token_ids, text, tokenizer):
-        raise CheckpointError(f"the tokenizer cannot spell {text!r} behind other text")
+        raise CheckpointError(f"the tokenizer cannot spell {text!r} after other text")
     return tuple(token_ids)
 
 
 def _closest_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that spell a text behind other text, or come closest to it."""
+    """Return the ids that spell a text after other text, or come closest to it."""
     if not text:
         return []
     context = tokenizer.encode(_CONTEXT, add_special_tokens=False)

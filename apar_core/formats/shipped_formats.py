@@ -51,7 +51,7 @@ PADOC = ParallelFormat(
     name="padoc",
     description="Longin-Yu/PaDoc (arXiv 2608.06146), from its README: a main sequence "
     "`layout [fork] layout [fork] ...`, and a branch at each [fork]. Not verified, as its code is "
-    "not public here: what its client puts behind [fork] to tell a branch from the main sequence "
+    "not public here: what its client puts after [fork] to tell a branch from the main sequence "
     "(`child_seed`, here empty), and what the joined result looks like (`replacement`).",
     trigger="[fork]",
     parent="continues",
@@ -143,7 +143,7 @@ SHIPPED: Mapping[str, ParallelFormat] = MappingProxyType(
 """Formats by name."""
 
 _STITCHED = (
-    "it continues behind the stitched keys of its children, at the largest of their positions; "
+    "it continues after the stitched keys of its children, at the largest of their positions; "
     "vLLM's model runner numbers the tokens of a sequence without gaps"
 )
 _SEES_OTHERS = "its workers read each other's tokens while they write; forks never do"

@@ -70,7 +70,7 @@ def search_result(trace: str) -> str | None:
     """Return what a child states as its solution; None if it found none.
 
     `trace` is its message and its text. A search that succeeds says so when it reaches the goal,
-    and once more behind the solution.
+    and once more after the solution.
     """
     last = trace.rfind(_GOAL)
     goal = trace.rfind(_GOAL, 0, last) if last >= 0 else -1

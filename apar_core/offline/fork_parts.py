@@ -1,4 +1,4 @@
-"""What a base model needs to fork, without its weights: an adapter and the rows of a few tokens.
+"""Parts that a base model needs to fork: an adapter and the rows of a few tokens.
 
 `python -m apar_core.offline.fork_parts TRAINED PARTS` takes them out of a checkpoint of
 `apar convert`; `join_parts` makes a checkpoint of them and the base model.

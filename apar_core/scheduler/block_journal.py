@@ -138,7 +138,7 @@ def completed_blocks(
     """Return a journal with an entry for every child, and the ends that no step would bring.
 
     The lost engine may not have reported its last decisions: which children opened, and whether a
-    parent continues behind its children. They are made here by the scheduler's rules.
+    parent continues after its children. They are made here by the scheduler's rules.
     """
     threads = rebuilt_threads(journal, prompt, rules, parameters)
     known = {delta.path for delta in journal}

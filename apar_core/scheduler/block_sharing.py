@@ -4,7 +4,7 @@ A fork after n tokens shares all full blocks of these tokens and copies the part
 (APAR, section 2.3: "copies at most 1 KV cache block"). The copy is vLLM's copy-on-write for prefix
 hits that end inside a block.
 
-A thread that waits for its children continues behind a joined text. Blocks are kept for it in the
+A thread that waits for its children continues after a joined text. Blocks are kept for it in the
 same way: its own, then those of its first child, which begins with the same tokens.
 """
 
@@ -49,7 +49,7 @@ class ForkCounters:
 
 @dataclass(slots=True)
 class JoinCounters:
-    """Cost of joins since the engine started: tokens before a thread that continues behind one.
+    """Cost of joins since the engine started: tokens before a thread that continues after one.
 
     shared_tokens: those whose KV was kept or cached. computed_tokens: those that were computed,
         most of them for the second time.
@@ -89,7 +89,7 @@ class BlockSharing:
         self._is_replaced = False
         self._prefixes: dict[str, SharedPrefix] = {}
         self._unscheduled: set[str] = set()
-        # Threads among `_unscheduled` that continue behind a joined text.
+        # Threads among `_unscheduled` that continue after a joined text.
         self._continuing: set[str] = set()
         single_managers = manager.coordinator.single_type_managers
         self._block_sizes = [single.block_size for single in single_managers]

@@ -72,7 +72,7 @@ class FamilyReads:
 
     @property
     def thread_weight(self) -> float:
-        """What a thread beside others of its request costs over a request's first thread."""
+        """Cost of a thread beside others of its request, over that of a request's first thread."""
         if self.settings is None:
             return 1.0
         return 1 - self.layer_share * (1 - FURTHER_THREAD_COST)
@@ -107,7 +107,7 @@ def ask_workers(engine_core: Any) -> None:
     """Ask an engine core's workers which of their layers read families.
 
     They are asked once, before the first request, and later only a worker in this process, as
-    workers elsewhere answer behind their steps. A layer may not fit for a reason that only the
+    workers elsewhere answer after their steps. A layer may not fit for a reason that only the
     worker knows, such as the attention backend.
     """
     reads: FamilyReads | None = getattr(engine_core.scheduler, "family_reads", None)

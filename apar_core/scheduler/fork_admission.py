@@ -28,7 +28,7 @@ Order = tuple[int, float, float, str]
 Key = str | None
 
 Reason = Literal["request", "key", "replica", "policy"]
-"""What delays a fork: the limit of its request, of its key or of the replica, or the policy."""
+"""Reason that delays a fork: the limit of its request, key or replica, or the policy."""
 REASONS: tuple[Reason, ...] = ("request", "key", "replica", "policy")
 
 

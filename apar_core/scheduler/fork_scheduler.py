@@ -206,7 +206,7 @@ class ForkMixin(Scheduler):
         return super().finish_requests(wanted, finished_status)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """As in vLLM, with a reserve for running threads; starts the step's timer."""
+        """Schedule a step with a reserve for running threads; start the step's timer."""
         # vLLM lets requests start until no block is free. The threads that then grow preempt the
         # youngest ones, which are computed again.
         reserve_blocks = cdiv(len(self.running) * self.growth_reserve_tokens, self.block_size)
@@ -224,7 +224,7 @@ class ForkMixin(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As in vLLM, with an output for each thread that a limit ended; starts waiting forks."""
+        """Take a step's output, add one for each thread that a limit ended; start forks."""
         self.joins.step_ends(scheduler_output)
         self.failed_constraints.not_compiled(
             self.requests[request_id]
@@ -259,7 +259,7 @@ class ForkMixin(Scheduler):
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *parts: Any, **named_parts: Any
     ) -> SchedulerStats | None:
-        """As in vLLM; within a step, decided when it is known what the step sends."""
+        """Return statistics; within a step, they wait until it is known what the step sends."""
         if not self._in_step:
             return super().make_stats(spec_decoding_stats, *parts, **named_parts)
         self._statistics_parts = parts, named_parts
@@ -268,7 +268,7 @@ class ForkMixin(Scheduler):
     def make_spec_decoding_stats(
         self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
     ) -> SpecDecodingStats | None:
-        """As in vLLM, but counting on until the statistics are sent."""
+        """Return vLLM's statistics; counts go on until they are sent."""
         so_far = spec_decoding_stats or self._unsent_drafts
         counted = super().make_spec_decoding_stats(so_far, *args, **kwargs)
         if self._in_step:
@@ -290,20 +290,20 @@ class ForkMixin(Scheduler):
             outputs.setdefault(first, EngineCoreOutputs()).scheduler_stats = statistics
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """As in vLLM; a pause that lets running requests end lets all their threads end."""
+        """Set the pause state. PAUSED_NEW lets the threads of running requests finish."""
         super().set_pause_state(pause_state)
         self._hold_begun_threads()
         if pause_state == PauseState.PAUSED_ALL:
             self.held.release_all()
 
     def has_requests(self) -> bool:
-        """As in vLLM, and while a step must send what is held before a pause."""
+        """Return whether there is work, also while a step must send what is held before a pause."""
         return super().has_requests() or self.held.waits_for_step
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """As in vLLM; waiting children give up their blocks and will be computed."""
+        """Reset the prefix cache; waiting children give up their blocks and will be computed."""
         self.block_sharing.release_all()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
@@ -421,7 +421,7 @@ class ForkMixin(Scheduler):
         super().finish_requests(thread.request_id, RequestStatus.FINISHED_STOPPED)
 
     def start_continuation(self, group: ThreadGroup[Request], thread: Request) -> None:
-        """Start the engine request in which a thread continues behind its children's texts."""
+        """Start the engine request in which a thread continues after its children's texts."""
         self._start(group, thread)
         # Its request was queued long before.
         thread.events.clear()
@@ -429,7 +429,7 @@ class ForkMixin(Scheduler):
     def end_waiting(
         self, group: ThreadGroup[Request], thread: Request, reason: FinishReason
     ) -> None:
-        """End a thread that does not continue behind its children's texts."""
+        """End a thread that does not continue after its children's texts."""
         self.held.join(thread.request_id, group.root_id)
         self._unopened.append((thread.client_index, thread.request_id, reason))
         self.block_sharing.forget(thread.request_id)

@@ -1,9 +1,9 @@
-"""Threads that wait for their children and continue behind a joined text.
+"""Threads that wait for their children and continue after a joined text.
 
 For formats whose parent waits (`formats/blocks.py`). Life of a block:
 
 1. `until_marker` finds, among the sampled tokens, the trigger or the end of a child.
-2. `open` builds the children, each with its forced seed behind what it inherits, and queues them
+2. `open` builds the children, each with its forced seed after what it inherits, and queues them
    like any forks. At the end of the step `settle` ends the parent's engine request. Its KV blocks
    stay referenced for its continuation.
 3. `ended` takes the text of each child that ends. The first child's blocks replace those that are
@@ -42,7 +42,7 @@ Waiting = WaitingParent[Request]
 
 
 class JoiningScheduler(Protocol):
-    """What `Joins` needs of the scheduler."""
+    """The part of the scheduler that `Joins` uses."""
 
     requests: dict[str, Request]
     threads: ThreadTable[Request]
@@ -57,10 +57,10 @@ class JoiningScheduler(Protocol):
         """End the engine request of a thread that waits for its children."""
 
     def start_continuation(self, group: Group, thread: Request) -> None:
-        """Start the engine request in which a thread continues behind its children's texts."""
+        """Start the engine request in which a thread continues after its children's texts."""
 
     def end_waiting(self, group: Group, thread: Request, reason: FinishReason) -> None:
-        """End a thread that does not continue behind its children's texts."""
+        """End a thread that does not continue after its children's texts."""
 
 
 class Joins:

@@ -109,7 +109,7 @@ def build_thread_request(
 def build_continuation(
     parent: Request, sequence: list[int], *, num_kept: int, num_generated: int, max_tokens: int
 ) -> Request:
-    """Return a request in which a thread continues behind a joined text.
+    """Return a request in which a thread continues after a joined text.
 
     `sequence` begins with the first `num_kept` tokens of `parent`, the thread's engine request
     before the join. `num_generated` counts the tokens that the thread has generated so far.

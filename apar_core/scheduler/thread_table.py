@@ -26,7 +26,7 @@ Otherwise a key could put its forks before all others by a deadline that is neve
 
 @dataclass(slots=True)
 class TextPlace:
-    """Where a thread's own text is in its sequence, if threads wait for their children.
+    """Position of a thread's own text in its sequence, if threads wait for their children.
 
     own_start: tokens before its own text. segment_start: tokens before what it has generated since
         its last join. num_generated: tokens that it has generated before that join.
@@ -38,7 +38,7 @@ class TextPlace:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the thread continues behind a joined text."""
+        """Whether the thread continues after a joined text."""
         return self.segment_start > self.own_start
 
 
@@ -140,7 +140,7 @@ class ThreadGroup(Generic[Child]):
 
     @property
     def has_startable(self) -> bool:
-        """Whether a child waits that the request's own limit lets start."""
+        """Whether a deferred child fits `max_threads`."""
         return bool(self.deferred) and self.has_place()
 
     def continues_without(self, thread_id: str) -> bool:

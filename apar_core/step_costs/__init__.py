@@ -1,1 +1,1 @@
-"""How long an engine step takes: measured, read from published tables, or a roofline."""
+"""Duration of an engine step: measured, read from published tables, or a roofline."""

@@ -32,7 +32,7 @@ Kind = Literal["measured", "predicted"]
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one engine step computes.
+    """Work of one engine step.
 
     rows: sequences that are scheduled, each with at least one token.
     attended_tokens: tokens of KV cache that all rows read, summed over the rows.

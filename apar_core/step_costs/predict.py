@@ -62,7 +62,7 @@ HOST_SOURCE = "vLLM 0.32 and Python 3.11 on one core of an AMD EPYC (2026-11-22)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpeed:
-    """How fast a GPU's decoding attention is.
+    """Speed of a GPU's decoding attention.
 
     bandwidth_share: of the memory bandwidth, for reading the KV cache.
     row_head_s: seconds per layer, row and KV head beside it.

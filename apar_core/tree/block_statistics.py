@@ -28,7 +28,7 @@ def block_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeS
 
     Terms are those of `TreeStatistics`. The single thread generates the whole text, the format's
     own part of it included. An unfinished thread counts as cut off where it is now. The tokens of a
-    block's first child stay cached until the join, because its parent continues behind them.
+    block's first child stay cached until the join, because its parent continues after them.
     """
     records = tree.threads.values()
     schedule = _Schedule(tree)
@@ -57,7 +57,7 @@ def block_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeS
 def thread_steps(tree: ParagraphTree[Item]) -> dict[ThreadId, list[tuple[int, int]]]:
     """Return first and last step of each stretch in which a thread generates.
 
-    Steps count from 1. A thread that waits for children has a stretch before and behind each block;
+    Steps count from 1. A thread that waits for children has a stretch before and after each block;
     one that generated nothing has none.
     """
     if not any(record.blocks for record in tree.threads.values()):
@@ -87,7 +87,7 @@ class _Schedule(Generic[Item]):
         self.stretches: defaultdict[ThreadId, list[tuple[int, int]]] = defaultdict(list)
 
     def run(self, thread: ThreadId, step: int, num_before: int, num_seed: int) -> _Ended:
-        """Run a thread with its descendants from a step on, behind so many tokens."""
+        """Run a thread with its descendants from a step on, after so many tokens."""
         record = self._tree.threads[thread]
         self.changes[step + 1].tokens += num_seed
         held, text, generated = num_seed, 0, 0
@@ -123,7 +123,7 @@ class _Schedule(Generic[Item]):
         return _Ended(step, text + num_new - record.ended, held + max(num_new - 1, 0))
 
     def _generate(self, thread: ThreadId, step: int, num_before: int, num_new: int) -> int:
-        """Generate tokens behind others; return the step of the last one."""
+        """Generate tokens after others; return the step of the last one."""
         if num_new == 0:
             return step
         self.stretches[thread].append((step + 1, step + num_new))

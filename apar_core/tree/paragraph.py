@@ -57,10 +57,10 @@ class ThreadRecord(Generic[Item]):
     ended: whether a finished thread ended itself with its end-of-thread token.
     num_forced: items that were not generated: those of the format around the texts of children.
     num_seed, num_header, num_closing: of a child for which its parent waits, the tokens forced
-        at its start, and the items before and behind its text. is_closed: whether its text ends
+        at its start, and the items before and after its text. is_closed: whether its text ends
         with a marker of its format.
     blocks: what the thread has waited for. suffixes: how many items of the format's own it has
-        continued behind, for each join.
+        continued after, for each join.
     """
 
     current_node: ParagraphNode[Item] = field(repr=False)
@@ -139,7 +139,7 @@ class ParagraphTree(Generic[Item]):
     ) -> None:
         """Let a thread wait for children, given the sizes of their seeds and their headers.
 
-        The paragraphs between the children are empty. The parent's next items come behind them.
+        The paragraphs between the children are empty. The parent's next items come after them.
         """
         record = self._live_record(parent, "open a block of")
         record.blocks.append(
@@ -151,13 +151,13 @@ class ParagraphTree(Generic[Item]):
             self._threads[child].num_header = len(header)
 
     def close_child(self, child: ThreadId, items: Sequence[Item], *, is_closed: bool) -> None:
-        """Add the items behind the text of a child for which its parent waits."""
+        """Add the items after the text of a child for which its parent waits."""
         self._force(child, items)
         self._threads[child].num_closing = len(items)
         self._threads[child].is_closed = is_closed
 
     def join(self, parent: ThreadId, items: Sequence[Item]) -> None:
-        """Let a parent continue behind its children and these items."""
+        """Let a parent continue after its children and these items."""
         self._force(parent, items)
         self._threads[parent].suffixes.append(len(items))
 

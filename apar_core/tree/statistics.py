@@ -1,4 +1,4 @@
-"""When the threads of a tree run in the paper's schedule, and what forking saves.
+"""Schedule of a tree's threads as in the paper, and what forking saves.
 
 Schedule: APAR (arXiv 2401.06761), algorithm 1. Every live thread gains one token per step. A
 child's first token comes in the step after its fork token; the child token is forced into that step
@@ -76,7 +76,7 @@ class TreeStatistics:
     max_cached_tokens: largest number of tokens on the paths of live threads in any step, shared
         tokens counted once; a finished thread's own tokens are freed at once.
     text_tokens: items of the tree. control_tokens: fork, seed and end tokens.
-    joins: how often a thread has continued behind its children's texts. forced_tokens: tokens of
+    joins: how often a thread has continued after its children's texts. forced_tokens: tokens of
         the text that no thread has generated. recomputed_tokens: tokens of children's texts that
         were computed once more at a join, because they stand at another place there.
     """
@@ -205,7 +205,7 @@ def cached_tokens_by_step(
 
 
 def attended_by(num_before: int, num_generated: int) -> int:
-    """Return the tokens that generated tokens attend to behind others, summed up."""
+    """Return the tokens that generated tokens attend to after others, summed up."""
     return num_generated * num_before + num_generated * (num_generated - 1) // 2
 
 

@@ -1,4 +1,4 @@
-"""What a GPU's results decide about family attention. The rule was fixed before any run on a GPU.
+"""Decision about family attention from a GPU's results. Fixed before any run on a GPU.
 
 The baseline is vLLM as it starts by default on the GPU, with full CUDA graphs: on an H100 that is
 FlashAttention 3. `docs/family-attention.md` states the rule in words.

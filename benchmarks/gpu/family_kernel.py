@@ -106,7 +106,7 @@ class Case:
 
 
 def make_problem(case: Case, device: str, seed: int) -> Problem:
-    """Return a random problem. What no row may read is NaN: other blocks, tokens behind rows."""
+    """Return a random problem. What no row may read is NaN: other blocks, tokens after rows."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -120,9 +120,9 @@ def make_problem(case: Case, device: str, seed: int) -> Problem:
     shared = [prefixes.get(number, 0) for number in members]
     order = torch.randperm(len(members), generator=random).tolist()
     members, shared = [members[place] for place in order], [shared[place] for place in order]
-    # On a boundary of blocks, one behind it, none, or any.
+    # On a boundary of blocks, one after it, none, or any.
     rests = [(0, size, 1, size + 1, draw(1, 4 * size))[draw(0, 4)] for _ in members]
-    # For the planted errors, a row of the first family with blocks behind its prefix.
+    # For the planted errors, a row of the first family with blocks after its prefix.
     rests[members.index(case.rows)] = 4 * size + 1
     lengths = [number * size + rest for number, rest in zip(shared, rests, strict=True)]
     counts = [-(-length // size) for length in lengths]

@@ -48,7 +48,7 @@ SHAPES = {
 class Step:
     """A step of rows that decode one token each.
 
-    table: int32 [R, B], blocks numbered from 0; what stands behind a row's last block is -1.
+    table: int32 [R, B], blocks numbered from 0; what stands after a row's last block is -1.
     lengths: int32 [R], tokens that a row attends to.
     """
 

@@ -34,7 +34,7 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Where and how large a check runs.
+    """Device and size of a check.
 
     work: folder for files that a later call on this machine may use. data: file of the result.
     results: data of the checks that have passed, by name. answers: trace to replay, if any.

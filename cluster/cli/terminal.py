@@ -1,4 +1,4 @@
-"""What commands print: errors, progress and report tables.
+"""Output of commands: errors, progress and report tables.
 
 Progress is a bar on a terminal and plain lines elsewhere.
 """

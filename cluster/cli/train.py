@@ -295,7 +295,7 @@ def _train_tiny_beside(
 
 
 def _print_acceptance(console: Console, table: AcceptanceTable | None) -> None:
-    """Print the acceptance of each distance, behind which all nearer tokens were right."""
+    """Print the acceptance of each distance, after which all nearer tokens were right."""
     if table is None:
         return
     for distance, (row, best) in enumerate(zip(table.probabilities, table.top_k(), strict=True), 1):

@@ -26,7 +26,7 @@ _ENDING_S = 20.0
 
 
 class ConversionSettings(BaseModel):
-    """What a conversion is made from; an interrupted one continues with the same."""
+    """Inputs of a conversion; an interrupted one continues with the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,7 +73,7 @@ class Stage(BaseModel):
 
 
 class StageRecord(BaseModel):
-    """How long a stage has taken, all its runs together (seconds), and whether it has ended."""
+    """Seconds that a stage has taken, all its runs together, and whether it has ended."""
 
     seconds: NonNegativeFloat = 0.0
     is_done: bool = False
@@ -164,7 +164,7 @@ class StageRecords:
 
     @property
     def seconds(self) -> float:
-        """How long all stages have taken."""
+        """Return the seconds that all stages have taken."""
         return sum(self.by_stage().values())
 
 

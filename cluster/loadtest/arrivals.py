@@ -1,4 +1,4 @@
-"""When the requests of a load test are sent: in a closed loop, at a rate or at recorded times."""
+"""Arrival times of a load test's requests: a closed loop, a rate or recorded times."""
 
 from __future__ import annotations
 

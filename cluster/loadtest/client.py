@@ -69,7 +69,7 @@ class _Apar(BaseModel):
 
 
 class _Event(BaseModel):
-    """What the load test reads of an event; pings and usage come without choices."""
+    """The fields of an event that the load test reads; pings and usage come without choices."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None

@@ -271,7 +271,7 @@ def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
 
 
 def joins(span: int = 8, height: int = 8) -> AnyPanel:
-    """Build the panel of threads that continue behind their children's texts."""
+    """Build the panel of threads that continue after their children's texts."""
     return lines(
         Text(
             "Joins",

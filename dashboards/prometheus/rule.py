@@ -17,7 +17,7 @@ CLUSTER = ("cluster", "namespace")
 
 
 class Severity(StrEnum):
-    """How soon an operator must react."""
+    """Urgency for an operator."""
 
     PAGE = "page"
     """At once, also at night: users get slow service or none."""

@@ -1,4 +1,4 @@
-"""How the number of a model's replicas follows its load."""
+"""Autoscaling of a model's replicas."""
 
 from typing import Self
 

@@ -1,4 +1,4 @@
-"""Where gateways store what each key has used, and the keys that are created at run time."""
+"""Store of the usage of each key, and of the keys that are created at run time."""
 
 import os
 from pathlib import Path

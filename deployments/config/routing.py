@@ -1,4 +1,4 @@
-"""How requests are routed to the replicas of a model."""
+"""Routing of requests to the replicas of a model."""
 
 from enum import StrEnum
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """What a request takes: a place for each sequence, and the estimated tokens of its prompts."""
+    """Size of a request: a place for each sequence, and the estimated tokens of its prompts."""
 
     num_sequences: int = 1
     prompt_tokens: int = 0

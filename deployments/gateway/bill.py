@@ -1,4 +1,4 @@
-"""What one request costs its caller, from its admission to the end of its answer."""
+"""Cost of one request for its caller, from its admission to the end of its answer."""
 
 from http import HTTPStatus
 from types import TracebackType

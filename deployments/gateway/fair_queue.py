@@ -188,7 +188,7 @@ class FairQueue:
         self._accounts = Accounts()
         self._mean_tokens = 0.0
         self.heard_s = float("-inf")
-        """When the last tokens were charged, by the clock."""
+        """Time of the last charge, by the clock."""
         self._drain = DrainRate(clock)
 
     def configure(self, *, capacity: int, max_waiting: int, max_wait_s: float) -> None:

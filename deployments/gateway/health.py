@@ -53,7 +53,7 @@ class ModelHealth:
 
     @property
     def fields(self) -> dict[str, object]:
-        """What clients get."""
+        """The body for clients."""
         starting = [
             {
                 "stage": report.stage,

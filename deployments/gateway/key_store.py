@@ -1,4 +1,4 @@
-"""What each key has used, and the keys created at run time: in SQLite or in Redis.
+"""Usage of each key, and the keys created at run time: in SQLite or in Redis.
 
 A store is written in batches, off the event loop. Days and months are those of UTC. Every method
 raises StoreError while the store fails.
@@ -46,7 +46,7 @@ _REDIS = "apar/"
 
 @dataclass(slots=True)
 class Usage:
-    """What a key has used of a model on a day.
+    """Usage of a model by a key on a day.
 
     `requests` were sent to a replica, and `errors` of them ended with one. `refused` requests were
     not sent. Tokens, threads and forks are those of all choices.
@@ -75,7 +75,7 @@ COUNTERS = tuple(item.name for item in fields(Usage))
 
 
 class Row(NamedTuple):
-    """What a `Usage` belongs to; `day` is written as 2026-11-23."""
+    """Day, key and model of a `Usage`; `day` is written as 2026-11-23."""
 
     day: str
     key: str

@@ -1,4 +1,4 @@
-"""What the keys use, counted in memory and written to the store in batches; and their budgets.
+"""Usage of the keys, counted in memory and written to the store in batches; and their budgets.
 
 A budget counts what is stored, what this gateway has not stored yet, and the prompts of requests
 that run here: an estimate of their tokens until the replica has counted them. Other gateways see it
@@ -63,7 +63,7 @@ def renewal(period: str, now: datetime) -> datetime:
 
 @dataclass(slots=True)
 class _Known:
-    """What the store said about a key, and when."""
+    """Usage of a key that the store has reported, and when."""
 
     used: Used
     day: str
@@ -245,7 +245,7 @@ class Ledger:
 
 
 class Tally:
-    """What one request uses."""
+    """Usage of one request."""
 
     def __init__(self, ledger: Ledger, key: str, model: str, prompt_tokens: int) -> None:
         self._ledger = ledger

@@ -102,7 +102,7 @@ class Model:
 
     @property
     def heard_s(self) -> float:
-        """When the last tokens arrived, by `time.monotonic()`."""
+        """Time of the last tokens, by `time.monotonic()`."""
         return self._queue.heard_s
 
     async def enter(

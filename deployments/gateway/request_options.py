@@ -1,4 +1,4 @@
-"""What a client asks for its request besides the answer: deadlines, priority, hints for the router.
+"""Options of a request besides its answer: deadlines, priority, hints for the router.
 
 Each option is a field of `apar` in the body, or a header; the field counts if both are given. The
 expected length may also come as Dynamo's `nvext.agent_hints.osl`.

@@ -127,13 +127,13 @@ JOINS = _counter(
     "apar_joins_total",
     "joins",
     _REPLICA,
-    "Threads that continued behind the texts of children for which they had waited.",
+    "Threads that continued after the texts of children for which they had waited.",
 )
 JOIN_TOKENS = _counter(
     "apar_join_tokens_total",
     "tokens",
     _REPLICA | {"outcome": "reused: found in the KV cache; computed: most of them once more"},
-    "Tokens before threads that continued behind their children's texts.",
+    "Tokens before threads that continued after their children's texts.",
 )
 REPLICA_RESTARTS = _counter(
     "apar_replica_restarts_total",

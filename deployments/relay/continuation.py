@@ -52,7 +52,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _Thread:
-    """What the updates of one thread have reported, besides its text."""
+    """State of one thread that its updates have reported, besides its text."""
 
     num_tokens: int = 0
     state: str = ""
@@ -61,7 +61,7 @@ class _Thread:
 
 @dataclass(slots=True)
 class _Sent:
-    """What the client has received of the stream, besides its text."""
+    """State of the stream that the client has received, besides its text."""
 
     identity: dict[str, Any] = field(default_factory=dict)
     role: bool = False
@@ -296,7 +296,7 @@ class NamedStream(ClientStream):
         self._num_events = 0
 
     def ends_with(self, events: bytes) -> bool:
-        """As in a stream of chunks."""
+        """Return whether the stream ends with these events."""
         begin = events.rfind(_EVENT_END, 0, -len(_EVENT_END))
         begin = 0 if begin < 0 else begin + len(_EVENT_END)
         is_end = events.startswith(self._last_starts, begin)
@@ -305,11 +305,11 @@ class NamedStream(ClientStream):
 
     @property
     def may_end(self) -> bool:
-        """As in a stream of chunks."""
+        """Whether a replica may end its stream here."""
         return self._has_ended or self.complete
 
     def failure(self, error: ErrorAnswer) -> bytes:
-        """As in a stream of chunks."""
+        """Return the events that end the stream with an error."""
         self._read()
         if self._form is not AnswerForm.RESPONSES:
             return error.events()

@@ -50,7 +50,7 @@ class Reply(StrEnum):
 
 
 class Address(NamedTuple):
-    """Where a replica listens, and the token (hex) that proves its identity and the gateway's."""
+    """Address of a replica, and the token (hex) that proves its identity and the gateway's."""
 
     host: str
     port: int

@@ -19,7 +19,7 @@ PARENT_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """When a request's answer must end, and when its first token must be there (Unix times).
+    """Deadlines of a request's first token and of its answer (Unix times).
 
     None where the client has set none. Gateways and replicas compare them with their own clocks.
     """
@@ -42,7 +42,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """What the gateway has decided about a request.
+    """Decisions of the gateway about a request.
 
     `request_id` is the id in logs and in the header `x-request-id`. `priority` is vLLM's: lower
     goes first. `key` names the API key (never its secret); `key_max_threads` caps the threads that
@@ -86,7 +86,7 @@ def write_terms(body: dict[str, Any], terms: RequestTerms) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RequestHint:
-    """What the router knows about a request.
+    """Facts about a request that the router uses.
 
     `prompt_tokens` is an estimate from the prompt's length. `max_tokens` is the client's limit,
     None without one. `prefix_hashes[i]` covers all text up to the end of the prompt's i-th piece

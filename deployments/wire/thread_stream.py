@@ -30,7 +30,7 @@ class Edit(BaseModel):
 
 
 class ThreadUpdate(BaseModel):
-    """What one thread has written since its last update.
+    """Text of one thread since its last update.
 
     `parent` and `position` are in the first update of a thread and in no other.
     """

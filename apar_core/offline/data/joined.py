@@ -2,7 +2,7 @@
 
 The parent writes `<Parallel>` and an outline of each thread. Thread i begins with its seed,
 `<Thread>` and its number, and ends with `</Thread>`. Threads read what came before `</Outlines>`,
-not each other. When all have ended, the parent continues behind their joined texts.
+not each other. When all have ended, the parent continues after their joined texts.
 
 Source: ThreadWeaver (arXiv 2512.07843) and its clients, threadweaver_sft/src/simple_eval.py and the
 branching agent loop of threadweaver_rl. There, a block neither lies in a thread nor needs a
@@ -29,7 +29,7 @@ OUTLINES_START = "<Outlines>"
 (THREAD_END,) = FORMAT.child_end
 
 AFTER_THREADS = _JOIN.suffix
-"""What the parent reads after the last thread, before it writes again."""
+"""Text that the parent reads after the last thread, before it writes again."""
 
 # The number or bullet of a heading, in front of which there may be marks of Markdown.
 _LIST_MARKER = re.compile(
@@ -42,7 +42,7 @@ _SMALLEST_BLOCK = 2
 class JoinedAnswer:
     """Answer as its generations: `parent[k]`, then block k of `blocks`, then `parent[k + 1]`.
 
-    `blocks[k][i]` is what thread i + 1 of block k writes behind its seed, `</Thread>` included.
+    `blocks[k][i]` is what thread i + 1 of block k writes after its seed, `</Thread>` included.
     Every part of the parent but the last ends with `</Outlines>`. Raises TreeError if the numbers
     of parts do not fit.
     """
@@ -85,7 +85,7 @@ def joined_answer(answer: ParagraphRecord) -> JoinedAnswer:
 
     What a paragraph forks after is the thread's outline, and its detail the thread. A paragraph
     whose detail forks again is written by the parent, and its detail is a block, since blocks do
-    not nest. The text behind the last fork is the block's conclusion. A single detail needs no
+    not nest. The text after the last fork is the block's conclusion. A single detail needs no
     block.
     """
     writer = _Writer()
@@ -168,10 +168,10 @@ def _closing(first: ParagraphRecord) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JoinedBlock:
-    """Tokens of a block's threads, and what the parent reads behind the first of them.
+    """Tokens of a block's threads, and what the parent reads after the first of them.
 
     Thread i reads `seeds[i]` and writes `texts[i]`. `rest` are the other threads with their
-    headers, and the text behind the last of them.
+    headers, and the text after the last of them.
     """
 
     seeds: tuple[list[int], ...]
@@ -180,7 +180,7 @@ class JoinedBlock:
 
     @property
     def joined(self) -> list[int]:
-        """What the parent reads before it continues."""
+        """The text that the parent reads before it continues."""
         return [*self.seeds[0], *self.texts[0], *self.rest]
 
 

@@ -319,7 +319,7 @@ def _list_details(
         colon = _ROOT_COLON.search(answer, point.text_start, line_end)
         if colon is not None:
             start = colon.end()
-            # The colon announces what follows, also behind a blank line.
+            # The colon announces what follows, also after a blank line.
             content = end - len(answer[start:end].lstrip())
             end = _detail_end(answer, content, end, is_last=is_last)
             yield _trimmed_detail(answer, start, end) or _Detail(start, start)

@@ -134,7 +134,7 @@ class _Verifier:
         return chosen
 
     def keep(self, num_tokens: int) -> None:
-        """Drop the cache behind the first tokens."""
+        """Drop the cache after the first tokens."""
         excess = self._cache.get_seq_length() - num_tokens
         if excess:
             self._cache.crop(-excess)

@@ -109,7 +109,7 @@ class DecodeLimits(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """How tokens are chosen; create it with `greedy`, `sampled` or `replay`.
+    """Choice of tokens; create it with `greedy`, `sampled` or `replay`.
 
     `tokens_of_thread` maps replay keys to all tokens of the thread, including fork and end tokens.
     The key "" is the root thread, "0.2" the third child of its first child. A thread whose tokens

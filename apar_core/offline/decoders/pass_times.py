@@ -38,7 +38,7 @@ PASSES_FILE = "passes.json"
 _PASSES_PER_ROUND = 4
 
 MEASURED_TOKENS = PASS_INPUTS[-1] + 2 * (FAMILY_ROWS[-1] + 2 * _PASSES_PER_ROUND)
-"""Room that a measurement needs behind the context (tokens)."""
+"""Room that a measurement needs after the context (tokens)."""
 
 ProposerName = Literal["prompt_tokens", "medusa_heads"]
 
@@ -121,7 +121,7 @@ def measure_passes(
     """Measure the passes of decoders with each of the `trees`.
 
     `load` returns a decoder with the given trees. Its threads replay random tokens of the
-    `vocabulary` behind `context` such tokens, so that guesses are wrong and every pass yields a
+    `vocabulary` after `context` such tokens, so that guesses are wrong and every pass yields a
     token. The root opens the other rows with `fork_id`; without one, passes of one row are
     measured. All points are measured once before any is measured again; the median counts.
     """

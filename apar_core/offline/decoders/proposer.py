@@ -26,11 +26,11 @@ The state of a row is the number of distances at which it has predictions.
 
 
 class Proposer(Protocol):
-    """Predicts the tokens behind a row's pending token from the hidden states of the last pass."""
+    """Predicts the tokens after a row's pending token from the hidden states of the last pass."""
 
     @property
     def embeddings_ND(self) -> Tensor | None:
-        """Embeddings [1 + M * E, D] of prompt tokens, behind a row of zeros; None without any."""
+        """Embeddings [1 + M * E, D] of prompt tokens, after a row of zeros; None without any."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Proposer(Protocol):
         ...
 
     def predict(self, hidden_ND: Tensor, firsts_R: Tensor, num_distances: int) -> Tensor:
-        """Return logits [R, num_distances, V] of the tokens behind each row's pending token.
+        """Return logits [R, num_distances, V] of the tokens after each row's pending token.
 
         `firsts_R` has the nodes from `first_read`. Distances beyond a row's state are undefined.
         """
@@ -70,7 +70,7 @@ class MedusaProposer:
 
 
 class PromptProposer:
-    """Prompt tokens: those behind a node predict what follows the token chosen after it.
+    """Prompt tokens: those after a node predict what follows the token chosen after it.
 
     Source: PPD (arXiv 2405.18628), sections 3.1 and 3.2.
     """
@@ -84,7 +84,7 @@ class PromptProposer:
         self.embeddings_ND: Tensor | None = torch.cat((no_prompt_ND, embeddings_ND))
 
     def first_read(self, tree: CandidateTree, node: int) -> int:
-        """Return the first prompt token behind the node."""
+        """Return the first prompt token after the node."""
         return tree.first_prompts[node]
 
     def predict(self, hidden_ND: Tensor, firsts_R: Tensor, num_distances: int) -> Tensor:

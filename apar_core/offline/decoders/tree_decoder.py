@@ -207,7 +207,7 @@ class AnswerRun:
                 return (given[0][:, :num_chosen],)
 
             hook = model.get_output_embeddings().register_forward_pre_hook(keep_hidden)
-            # Only nodes that no thread reaches lie behind the last position.
+            # Only nodes that no thread reaches lie after the last position.
             positions = positions.clamp(max=model.config.max_position_embeddings - 1)
         try:
             output = model(

@@ -156,7 +156,7 @@ class TreeLengths:
     """Expected tokens per step of trees with `num_inputs`; None where no such tree exists.
 
     optimal: best trees of all states together. dynamic: the paper's construction with its best
-    division into candidates and prompt tokens. static: M prompt tokens behind every node. random:
+    division into candidates and prompt tokens. static: M prompt tokens after every node. random:
     mean over random trees with the candidates and prompt tokens of `dynamic`. Predictions of Medusa
     heads need no inputs, so their optimal tree is a static one.
     """
@@ -243,7 +243,7 @@ def _accuracy(proposers: Sequence[Guesses]) -> ReportTable:
             *(Column(f"All places: top-{k} %") for k in _TOP_K),
         ),
         tuple(rows),
-        "Distance 1 is the token behind the model's own next token. Top-k: one of the k likeliest "
+        "Distance 1 is the token after the model's own next token. Top-k: one of the k likeliest "
         "candidates is right, in steps in which all nearer tokens were guessed. A decoder's steps "
         "begin more often where guesses are wrong. All places: whatever the nearer tokens, as in "
         "the paper's tables and figure 6. The interval takes steps as independent.",

@@ -1,7 +1,7 @@
 """Answers whose forks are evaluated: where they fork, where the rules would, what they repeat.
 
 A place in a text is the number of its characters before the place, white space left out. So a fork
-before a line break and a detail that begins behind it have the same place.
+before a line break and a detail that begins after it have the same place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Source = Literal["model", "base"]
 
 
 class ForkFacts(NamedTuple):
-    """Where a text forks, and its items: the line that ends at each fork, and the detail."""
+    """Forks of a text, and its items: the line that ends at each fork, and the detail."""
 
     places: tuple[int, ...]
     heads: tuple[str, ...]
@@ -209,7 +209,7 @@ class ForkAnswer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class KindCounts:
-    """How the answers of one kind fork.
+    """Forks of the answers of one kind.
 
     places: where the model forks. rule_places: where the rules would. common: in both.
     """

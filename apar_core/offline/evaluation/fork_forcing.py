@@ -27,7 +27,7 @@ class ForcedCounts(BaseModel):
     rule_places, forks: places where the rules fork, and those of them where the model forks.
     other_places, stray_forks: all other tokens of the answer, and those where the model forks.
     misplaced: tokens at which the model prefers a control token that the engine bans there: the
-        child token anywhere, and the fork token right behind a control token.
+        child token anywhere, and the fork token right after a control token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

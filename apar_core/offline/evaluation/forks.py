@@ -178,7 +178,7 @@ class ForkEngine(Protocol):
     def log_losses(
         self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
     ) -> list[float]:
-        """Return the log-loss (nats) of each text behind its prompt, summed over its tokens."""
+        """Return the log-loss (nats) of each text after its prompt, summed over its tokens."""
 
     def run(
         self, answers: Sequence[ReplayedAnswer], *, requests: int, num_answers: int
@@ -425,7 +425,7 @@ class _Evaluation:
             return
         done = self._progress.start(f"log-loss under {name}", len(missing))
         engine = self._engines.of(model)
-        # Both texts are read behind the prompt that the base model reads.
+        # Both texts are read after the prompt that the base model reads.
         prompts = {each.question_id: each.prompt_ids for each in base}
         for some in _batches(missing, _TEXTS_AT_ONCE):
             before = [prompts[each.question_id] for each in some]

@@ -75,7 +75,7 @@ class ClientAnswer:
 
     @property
     def context(self) -> list[int]:
-        """What the parent reads."""
+        """The text that the parent reads."""
         return [*self.prompt_ids, *self.text_ids]
 
 

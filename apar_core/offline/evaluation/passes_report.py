@@ -78,7 +78,7 @@ def run_passes(settings: PassSettings, folder: Path) -> Report:
         "Device": f"{machine}, {dtype}, {torch.get_num_threads()} CPU threads".replace(
             "torch.", ""
         ),
-        "Measured": f"median of {settings.repeats} rounds behind {settings.context} tokens; a pass "
+        "Measured": f"median of {settings.repeats} rounds after {settings.context} tokens; a pass "
         "of the decoder, with proposing and choosing tokens",
     }
     return passes_report(times, proposers, facts)

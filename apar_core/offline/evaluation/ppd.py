@@ -426,7 +426,7 @@ def sizes_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer
         ),
         tuple(rows),
         f"Predicted best of all sizes: {best.num_inputs} inputs. Measured best of these: "
-        f"{measured[0]:.0f}. Predicted passes were measured beforehand, with random tokens behind "
+        f"{measured[0]:.0f}. Predicted passes were measured beforehand, with random tokens after "
         f"{run.settings.context} others.",
     )
 

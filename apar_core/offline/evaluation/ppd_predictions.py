@@ -273,7 +273,7 @@ def chain_tree(table: AcceptanceTable, num_drafts: int) -> DynamicTree:
 
     A chain of `num_drafts` has the likeliest candidates, as many as there are but for one, and
     prompt tokens in the remaining places. Prompt tokens only help if the whole chain is accepted:
-    in a causal sequence they cannot stand behind a node before others.
+    in a causal sequence they cannot stand after a node before others.
     """
     most = table.num_distances
     trees = []
@@ -341,7 +341,7 @@ def predict_chain(
 
 
 def medusa_chain_length(table: AcceptanceTable) -> float:
-    """Return the expected tokens of a step when a top-1 chain is guessed behind every token.
+    """Return the expected tokens of a step when a top-1 chain is guessed after every token.
 
     So works vLLM's medusa method: heads read the hidden state of the last accepted token, whichever
     it is.
@@ -383,7 +383,7 @@ def chain_table(context: int = 512, rows: Sequence[int] = (1, 8, 32)) -> ReportT
         ),
         tuple(lines),
         f"Context {context} tokens. Spare: a longer step at 1 row brings the speed-up below "
-        f"{CHAIN_THRESHOLD}. Guesses behind every accepted token, as of Medusa heads with the same "
+        f"{CHAIN_THRESHOLD}. Guesses after every accepted token, as of Medusa heads with the same "
         f"acceptance, would yield {seven:.2f} tokens per step with Vicuna-7B's table.",
     )
 

@@ -219,7 +219,7 @@ def mean_rating(judgments: Sequence[Judgment]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class QualityPlan:
-    """What to judge and where to store it; both `answer_files` and `model` may be given."""
+    """Answers to judge, and the store; both `answer_files` and `model` may be given."""
 
     prompts: str
     questions: Sequence[Question]

@@ -116,7 +116,7 @@ class SpeedSettings(BaseModel):
 
     @property
     def subject(self) -> str:
-        """What is measured, for the report."""
+        """Description of the measurement, for the report."""
         if self.count_only:
             return "the paper's schedule, counted without a model"
         if self.random_weights is not None:

@@ -71,7 +71,7 @@ _EXAMPLE_CHARACTERS = 300
 
 
 class GenerationSettings(BaseModel):
-    """What a run generates. A run continues only with the same settings.
+    """Settings of a run, which continues only with the same.
 
     Only `num_questions` may differ: more questions extend a run.
     """
@@ -136,7 +136,7 @@ class LogLine(BaseModel):
 
 
 class Rejection(BaseModel):
-    """How many texts a filter rejected, and the first of them."""
+    """Number of texts that a filter rejected, and the first of them."""
 
     count: int = 0
     examples: list[str] = []
@@ -430,7 +430,7 @@ def _check_yield(counts: TextCounts) -> None:
     raise DataError(
         f"only {counts.kept} of {counts.generated} sampled questions are usable ({reasons}), for "
         f"example not {most[0][1].examples[0]!r:.120}: give questions with --prompts, or a model "
-        "that writes some behind its chat template's user header"
+        "that writes some after its chat template's user header"
     )
 
 

@@ -25,7 +25,7 @@ _ROUNDING = 1e-6
 class AcceptanceTable(BaseModel):
     """Acceptance probability by distance and rank.
 
-    `probabilities[d][k]` belongs to the token at distance d + 1 behind the model's own next token.
+    `probabilities[d][k]` belongs to the token at distance d + 1 after the model's own next token.
     It is the probability that this token is the candidate of rank k; rank 0 is the likeliest. Only
     steps count in which all tokens before it were among their candidates: `observations[d]` of
     them. `accuracy[d][k]` is the share of all places where the token is among the first k + 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apar_core.offline.speculation.sparse_tree import SparseTree
 
-# Sources of a node's token; candidates come behind them.
+# Sources of a node's token; candidates come after them.
 _PENDING, _CHILD, _NUM_FIXED = 0, 1, 2
 
 
@@ -87,7 +87,7 @@ def candidate_tree(
 ) -> CandidateTree:
     """Return the nodes of a sparse tree, with a child token that has its own prompt tokens.
 
-    With an ensemble of 0 the predictions behind a node need no input, as those of Medusa heads.
+    With an ensemble of 0 the predictions after a node need no input, as those of Medusa heads.
     """
     parents, depths, ranks = list(tree.parents), list(tree.depths), list(tree.ranks)
     prompts = list(tree.prompts)

@@ -77,7 +77,7 @@ class TinySettings(BaseModel, Generic[RecipeT]):
 
 @dataclass(frozen=True)
 class Trained(Generic[ModuleT, RecipeT]):
-    """What is trained beside a frozen model: `build` makes the first weights, `save` writes them.
+    """Module trained beside a frozen model: `build` makes the first weights, `save` writes them.
 
     `name` names the weights in messages, and `stream` the sample of the embedded model's corpus.
     """

@@ -1,7 +1,7 @@
 """Measurement of acceptance: the rank of the model's own greedy tokens among the proposals.
 
 Prompt tokens and Medusa heads are measured alike: number d (from 0) proposes the token d + 2 places
-after a token, at distance d + 1 behind the model's own next token.
+after a token, at distance d + 1 after the model's own next token.
 Source: PPD (arXiv 2405.18628), section 4.2 (acceptance) and figure 6 (accuracy).
 
 Acceptance is counted at the places where a step of a decoder begins. These are not all places: a
@@ -41,7 +41,7 @@ NUM_RANKS = 10
 """Ranks of a table: as many candidates as figure 6 of the PPD paper compares."""
 
 THREAD_ENDED = -1
-"""Instead of a rank, at distances behind the end of a thread."""
+"""Instead of a rank, at distances after the end of a thread."""
 
 Proposer = PromptTokens | MedusaHeads
 
@@ -69,7 +69,7 @@ def measure_ranks(
     """Return the ranks of each row's targets among the proposals, int64 [N, M] for each row.
 
     A place is a token whose successor in the thread predicts something, in the order of the row.
-    The rank is `num_ranks` if the target is not among the best, and THREAD_ENDED behind the end of
+    The rank is `num_ranks` if the target is not among the best, and THREAD_ENDED after the end of
     the thread. `banned` tokens are never proposed.
     """
     proposer = copy.deepcopy(proposer).to(device=model.device, dtype=model.dtype)
@@ -100,7 +100,7 @@ def measure_ranks(
 
 
 def num_distances(proposer: Proposer) -> int:
-    """Return how many tokens behind the model's own next token are proposed."""
+    """Return how many tokens after the model's own next token are proposed."""
     if isinstance(proposer, PromptTokens):
         return proposer.settings.num_prompts
     return proposer.settings.medusa_num_heads
@@ -119,7 +119,7 @@ def _logits(model: PreTrainedModel, proposer: Proposer, batch: Batch, places: In
 def step_starts(ranks_NM: Tensor) -> list[int]:
     """Return the places of a thread where a step begins that accepts the likeliest candidates.
 
-    The last places, which have fewer than M tokens behind them, are left out: what a step yields
+    The last places, which have fewer than M tokens after them, are left out: what a step yields
     there depends on the end of the thread.
     """
     starts, place = [], 0

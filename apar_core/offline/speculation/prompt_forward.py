@@ -1,8 +1,8 @@
-"""Forward passes of prompt tokens that are inserted behind tokens of packed trees.
+"""Forward passes of prompt tokens that are inserted after tokens of packed trees.
 
 A batch of packed trees runs without gradients into a cache. The same pass gives the teacher's
-logits: prompt token d behind a token imitates what the model predicts d + 1 places later in the
-same thread. So a parent's thread continues behind [Fork], and nothing predicts [Child]. Then only
+logits: prompt token d after a token imitates what the model predicts d + 1 places later in the
+same thread. So a parent's thread continues after [Fork], and nothing predicts [Child]. Then only
 the prompt tokens run with gradients, as queries on that cache.
 Source: PPD (arXiv 2405.18628), sections 3.2 and 3.3.
 
@@ -56,11 +56,11 @@ class PromptCollator:
 
 @dataclass(frozen=True, slots=True)
 class Insertions:
-    """Prompt tokens inserted behind tokens of a batch.
+    """Prompt tokens inserted after tokens of a batch.
 
     `after_BN` is the index of a token in its row. `teacher_BNM` is the index of the token d + 1
     places later in its thread: prompt token d imitates the prediction there. `learned_BNM` (bool)
-    is false behind the end of the thread and for unused places.
+    is false after the end of the thread and for unused places.
     """
 
     after_BN: Tensor
@@ -71,7 +71,7 @@ class Insertions:
 def insertions(
     batch: Batch, num_prompts: int, share: float = 1.0, generator: torch.Generator | None = None
 ) -> Insertions:
-    """Insert prompt tokens behind a random share of the tokens that prompt token 0 can learn from.
+    """Insert prompt tokens after a random share of the tokens that prompt token 0 can learn from.
 
     These are the last token of the prompt, [Child] and each token of an answer whose successor
     predicts something. With a share of 1 they come in the order of the row.

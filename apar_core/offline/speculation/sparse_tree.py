@@ -1,8 +1,8 @@
 """Sparse candidate trees from an acceptance table, and their size for the hardware.
 
-Prompt tokens behind a node predict the tokens after it, so they decide how deep the tree of the
+Prompt tokens after a node predict the tokens after it, so they decide how deep the tree of the
 next step can be. State k is a step that starts with k predictions, and each state has a tree of
-its own: the *dynamic sparse tree*. Medusa heads predict behind every node without inputs, which is
+its own: the *dynamic sparse tree*. Medusa heads predict after every node without inputs, which is
 a static tree with an ensemble of 0.
 
 `dynamic_tree` is the paper's construction for given numbers of candidates and prompt tokens. It
@@ -93,7 +93,7 @@ class SparseTree:
 
     @cached_property
     def num_prompts(self) -> int:
-        """Prompt tokens behind all nodes, each ensemble counted once."""
+        """Prompt tokens after all nodes, each ensemble counted once."""
         return sum(self.prompts)
 
     def num_inputs(self, ensemble: int = 1) -> int:
@@ -134,7 +134,7 @@ class DynamicTree:
     """Tree of each state: `trees[k]` is for a step that starts with k predictions, k = 0 to M.
 
     A thread moves from state to state as tokens are accepted: the next state is the number of
-    prompt tokens behind the last accepted node.
+    prompt tokens after the last accepted node.
     """
 
     trees: tuple[SparseTree, ...]
@@ -149,7 +149,7 @@ class DynamicTree:
                 raise ValueError(f"the tree of state {state} has depth {tree.depth}")
             if max(tree.prompts) > most:
                 raise ValueError(
-                    f"the tree of state {state} has {max(tree.prompts)} prompt tokens behind a "
+                    f"the tree of state {state} has {max(tree.prompts)} prompt tokens after a "
                     f"node, the table has {most} distances"
                 )
 
@@ -301,7 +301,7 @@ def _per_state(number: int | Sequence[int], num_states: int) -> Sequence[int]:
 
 
 def static_tree(table: AcceptanceTable, num_candidates: int) -> DynamicTree:
-    """Return the best trees with M prompt tokens behind every node, a baseline of the paper.
+    """Return the best trees with M prompt tokens after every node, a baseline of the paper.
 
     Steps then always start with M predictions, as they do with M Medusa heads. For those
     the prompt tokens stand for predictions without inputs: count them with an ensemble of 0.
@@ -348,7 +348,7 @@ def optimal_tree(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> 
     The states are those of a Markov decision process whose actions are trees, so policy iteration
     finds the best tree of every state at once. The paper fixes the candidates first, and weighs
     prompt tokens by the next step only. `ensemble` counts the EPTs of a prompt token; 0 stands for
-    Medusa heads, which predict behind every node.
+    Medusa heads, which predict after every node.
     """
     if num_inputs < 1:
         raise ValueError(f"a tree has at least 1 input, the last token, not {num_inputs}")

@@ -34,7 +34,7 @@ _START_TOKENS = 6
 class JoinedEncoder(ExampleEncoder):
     """Packs examples whose answers fork as answers that join; text is encoded in pieces.
 
-    What the engine forces (seeds, headers, the text behind the threads) has the engine's tokens.
+    What the engine forces (seeds, headers, the text after the threads) has the engine's tokens.
     With `start_share`, that share of the answers with threads is packed up to the first tokens of
     the first block's threads, which alone are learned. That a thread finds its outline by its
     number is in these few tokens, and such a row has a quarter of the tokens of a whole one.

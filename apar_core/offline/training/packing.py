@@ -123,7 +123,7 @@ def pack_joined(prompt_ids: Sequence[int], answer: JoinedTokens, end_id: int) ->
     Only what a thread writes is learned, and each token of it once: prompt, seeds and the joined
     texts in front of the parent's continuation are read. The continuation's path leads through the
     first thread, whose tokens have the same positions in the joined text. The texts of the others
-    are in the row a second time, at the positions behind it.
+    are in the row a second time, at the positions after it.
     """
     row = _Row()
     segment = row.open_segment(None)

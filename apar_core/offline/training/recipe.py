@@ -187,7 +187,7 @@ class PromptRecipe(FrozenModelRecipe):
         0.25,
         gt=0,
         le=1,
-        description="Share of an answer's tokens behind which prompt tokens are inserted, drawn "
+        description="Share of an answer's tokens after which prompt tokens are inserted, drawn "
         "anew in each step.",
     )
 

@@ -23,7 +23,7 @@ from apar_core.offline.training.pretrained import (
 
 @dataclass(frozen=True, slots=True)
 class TrainedFormat:
-    """What training needs of a format.
+    """The part of a format that training needs.
 
     tokens: what the model gets, with their first rows. encoder: packs examples, given a tokenizer
     with these tokens and the context length.

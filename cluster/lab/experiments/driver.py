@@ -1,4 +1,4 @@
-"""Puts questions through an engine in this process, and measures what becomes of them."""
+"""Run requests in process, and record latency and counts."""
 
 from __future__ import annotations
 

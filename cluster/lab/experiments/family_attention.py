@@ -1,4 +1,4 @@
-"""What family attention would gain: rows of one request read the KV blocks that they share once.
+"""Predict family attention: rows of a request read the KV blocks that they share once.
 
 Recorded answers are replayed in virtual time, forked and sequentially, at several sizes of the KV
 cache and at several concurrencies. The steps of a run depend on its number of KV blocks only. So
@@ -102,7 +102,7 @@ class FamilyAttentionSettings(BaseModel):
         for name in names:
             size, colon, number = name.partition(":")
             if colon and not (number.isdecimal() and int(number) > 0):
-                raise ValueError(f"{name!r}: the GPUs of an engine behind ':' must be 1 or more")
+                raise ValueError(f"{name!r}: the GPUs of an engine after ':' must be 1 or more")
             try:
                 find_model(size)
             except StepCostsError as error:
@@ -170,7 +170,7 @@ class Engine:
 
 
 class RunName(BaseModel):
-    """What the steps of a run depend on."""
+    """Inputs that determine the steps of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -352,7 +352,7 @@ class Worker:
 def _workload(
     settings: FamilyAttentionSettings, engine: ExperimentEngine, trace: str, system_tokens: int
 ) -> Workload:
-    """Return the questions of a trace, behind a system prompt of so many tokens."""
+    """Return the questions of a trace, after a system prompt of so many tokens."""
     from cluster.lab.experiments.methods import load_workload, marker_id
     from cluster.lab.virtual.text import TEXT_IDS, virtual_text
 
@@ -489,7 +489,7 @@ class Ratio(BaseModel):
 
 
 class Prediction(BaseModel):
-    """What is predicted at a point.
+    """Predictions at one point.
 
     kv_tokens: of the point's share. rows, attended_tokens: means over the steps of forked decoding.
     grouped_steps: share of its steps whose rows are grouped. groups, grouped_rows: means over steps

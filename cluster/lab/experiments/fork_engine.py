@@ -72,7 +72,7 @@ class ReplayingForkEngine:
     def log_losses(
         self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
     ) -> list[float]:
-        """Return the log-loss (nats) of each text behind its prompt, summed over its tokens."""
+        """Return the log-loss (nats) of each text after its prompt, summed over its tokens."""
         from vllm import SamplingParams
 
         params = SamplingParams(

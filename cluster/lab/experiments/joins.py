@@ -1,6 +1,6 @@
 """Answers whose threads join, written in three ways: by the engine, by a client, in sequence.
 
-The engine: one request; the engine opens the threads, and the parent continues behind their texts.
+The engine: one request; the engine opens the threads, and the parent continues after their texts.
 The client: ThreadWeaver's own (arXiv 2512.07843, `branching_generate`), on an unmodified engine
 with prefix caching. Each thread and each continuation is a new request, which reaches the engine
 one round trip after the requests that it waits for have ended. In sequence: the same text as one
@@ -155,8 +155,8 @@ class OneSequence:
 class ResubmittingClient:
     """An answer as ThreadWeaver's client asks for it.
 
-    Each thread of a block is a request behind context and seed. When all have ended, the parent
-    continues with a request behind context and joined text. `round_trip_s` passes between the end
+    Each thread of a block is a request after context and seed. When all have ended, the parent
+    continues with a request after context and joined text. `round_trip_s` passes between the end
     of a request and the start of the next.
     """
 
@@ -180,7 +180,7 @@ class ResubmittingClient:
         return []
 
     def on_end(self, name: str) -> list[Submission]:
-        """Return the threads behind an outline, or the continuation behind the last thread."""
+        """Return the threads after an outline, or the continuation after the last thread."""
         if name not in self._running:
             return self._threads(self._given[name])
         self._running.discard(name)

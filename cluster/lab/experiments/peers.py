@@ -8,12 +8,12 @@ Sources: PaDoc, and ThreadWeaver (arXiv 2512.07843), which run on unmodified eng
 ThreadWeaver's parent also waits for its threads and reads their text; `ParentStops` does that.
 
 Parent stops: a thread writes its outline, up to and with its last fork, and stops (map). Its
-children run concurrently, each behind the whole outline and a child token (process). The thread
-continues behind the outline and the text of all children (reduce). Threads below do the same.
+children run concurrently, each after the whole outline and a child token (process). The thread
+continues after the outline and the text of all children (reduce). Threads below do the same.
 Sources: Multiverse (arXiv 2506.09991) and Native Parallel Reasoner (arXiv 2512.07461), on their own
 builds of SGLang, and ThreadWeaver's join. On an unmodified engine, only the first child's text is
 found in the prefix cache when the parent continues. Multiverse and NPR join the KV of the children
-without computing any; `free_merge` is a lower bound of that: the thread continues behind its
+without computing any; `free_merge` is a lower bound of that: the thread continues after its
 outline alone.
 
 Skeleton-of-thought: a skeleton first, then one request for each of its points. Source: arXiv
@@ -90,7 +90,7 @@ class ScriptedRequests:
 def split_paragraphs(
     given: Sequence[int], paragraphs: Sequence[Sequence[int]], *, gap: int = 1
 ) -> Iterator[Sequence[int]]:
-    """What was given in place of each paragraph; `gap` tokens stand behind each, a marker or the
+    """Replacement of each paragraph; `gap` tokens follow each, a marker or the
     end token.
     """
     start = 0
@@ -138,11 +138,11 @@ class ClientForking:
         return children
 
     def on_end(self, name: str) -> list[Submission]:
-        """Nothing: every child is under way already."""
+        """Return nothing: every child is under way already."""
         return []
 
     def text_ids(self) -> list[int]:
-        """What the threads have generated, in reading order."""
+        """Return the tokens of all threads, in reading order."""
         requests = self._requests
         paragraphs = {
             thread: list(split_paragraphs(requests.given[thread], text.paragraphs))
@@ -174,12 +174,12 @@ class ParentStops:
         return [self._begin(ROOT_THREAD, list(self.answer.prompt_ids))]
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Nothing before a request has ended."""
+        """Return nothing before a request has ended."""
         self._requests.given[name].extend(token_ids)
         return []
 
     def on_end(self, name: str) -> list[Submission]:
-        """The children behind an outline; the parent's rest behind its last child."""
+        """The children after an outline; the parent's rest after its last child."""
         thread = ThreadId(name.removesuffix(_REST))
         text = self._requests.texts[thread]
         if text.children and name == thread:
@@ -195,7 +195,7 @@ class ParentStops:
         return [] if self._running[parent] else [self._go_on(parent)]
 
     def text_ids(self) -> list[int]:
-        """What the threads have generated, in reading order."""
+        """Return the tokens of all threads, in reading order."""
         requests = self._requests
         paragraphs: dict[ThreadId, list[Sequence[int]]] = {}
         for thread, text in requests.texts.items():
@@ -220,7 +220,7 @@ class ParentStops:
         return self._requests.submit(thread + _REST, [*self._prompts[thread], *read], rest)
 
     def _below(self, thread: ThreadId) -> list[int]:
-        """What a thread's children wrote, each behind its child token."""
+        """Return the text of a thread's children, each after its child token."""
         if self._free_merge:
             return []
         given = self._requests.given
@@ -296,7 +296,7 @@ class SkeletonOfThought:
         return [self._requests.submit(SKELETON, self._prompts.skeleton, script)]
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Nothing before a request has ended."""
+        """Return nothing before a request has ended."""
         self._requests.given[name].extend(token_ids)
         return []
 

@@ -1,4 +1,4 @@
-"""What a client does with one question: which requests it submits, and what it makes of them.
+"""Client programs that answer one prompt with one or more requests.
 
 The driver submits what a program returns, and tells it what the engine generates. Sequential
 decoding and forking in the engine are programs of one request.
@@ -25,7 +25,7 @@ class Submission:
 
 
 class RecordedAnswer(Protocol):
-    """What the driver has to know of an answer."""
+    """Answer fields that the driver reads."""
 
     @property
     def answer_id(self) -> str:
@@ -71,16 +71,16 @@ class Program(Protocol):
         """The answer that the program asks for."""
 
     def start(self) -> list[Submission]:
-        """What the client submits when the question arrives."""
+        """Return the requests that the client submits when the question arrives."""
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """What it submits on new tokens of one of its requests, often nothing."""
+        """Return the requests that new tokens of one request lead to, often none."""
 
     def on_end(self, name: str) -> list[Submission]:
-        """What it submits when one of its requests has ended."""
+        """Return the requests that the end of one request leads to."""
 
     def text_ids(self) -> list[int]:
-        """What was generated, in reading order, the end token last: must be `answer.flat`."""
+        """Return the generated tokens in reading order, the end token last: `answer.flat`."""
 
 
 class OneRequest:
@@ -104,7 +104,7 @@ class OneRequest:
         return []
 
     def on_end(self, name: str) -> list[Submission]:
-        """Nothing more to ask."""
+        """Return nothing: the answer is complete."""
         return []
 
     def text_ids(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Steps of a virtual run, recorded once and timed for any device and any grouping of rows.
 
 vLLM schedules by counts: of rows, tokens and free blocks. So if all requests arrive at the start,
-or each at the end of another one, the duration of a step changes none of the steps behind it. A run
+or each at the end of another one, the duration of a step changes none of the steps after it. A run
 is recorded with steps of one second each, which makes the virtual clock a count of finished steps,
 and `timed` gives it the durations of a device. It equals a run with the device's costs (tested).
 """
@@ -105,7 +105,7 @@ class StepRecorder:
             (each.arrival_s, each.arrival_s + each.latency_s, each.text_tokens)
             for each in found.served
         ]
-        # What ends the run is behind the last output.
+        # What ends the run is after the last output.
         last = int(outputs[-1][0])
         return RecordedSteps(
             self.block_size,

@@ -1,4 +1,4 @@
-"""What an experiment runs on and with, and which runs it needs."""
+"""Settings of an experiment, and the runs that it needs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How large a cluster has to be for a load: memory, step times, queueing."""
+"""Size of the cluster that a load needs: memory, step times, queueing."""

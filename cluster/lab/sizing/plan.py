@@ -33,7 +33,7 @@ OPTIONS = {"first token": "--first-token", "time per token": "--token", "latency
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What has to be served.
+    """The load to be served.
 
     requests_per_s or users: exactly one of them. A user sends a request, waits for the answer,
         and thinks for `think_s` seconds before the next.

@@ -60,7 +60,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRun:
-    """What a replica did under a rate of requests.
+    """Measurements of a replica under a rate of requests.
 
     times: by name as in `Slos.named`, of the requests that had their first token, or ended, after
         the warm-up.

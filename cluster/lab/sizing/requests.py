@@ -37,7 +37,7 @@ Quantiles = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class ForkProfile:
-    """How lengths vary and answers fork, as in recorded answers.
+    """Distribution of lengths and forks, from recorded answers.
 
     forking: share of the answers that fork.
     prompts, answers: quantiles of the lengths in tokens; only their proportions are used.
@@ -89,7 +89,7 @@ def find_profile(name: str) -> ForkProfile:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Where the requests of a load come from.
+    """Source of a load's requests.
 
     trace: recorded answers; then `forks` and the lengths are not used.
     forks: name of a fork profile.

@@ -70,7 +70,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What all candidates share: the requests and when they come, limits, and the size of a run.
+    """Inputs shared by all candidates: requests, arrivals, limits, and the size of a run.
 
     arrivals: file of recorded times, scaled to each rate; None for a Poisson process.
     """
@@ -121,7 +121,7 @@ class Found:
 
     @property
     def candidate(self) -> Candidate:
-        """What was searched."""
+        """The candidate that was searched."""
         return self.saturated.candidate
 
     @property

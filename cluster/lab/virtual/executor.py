@@ -65,7 +65,7 @@ class VirtualClock:
         """Return the arrival time of a new request: as wanted, but after the request before.
 
         By default it arrives now. vLLM orders requests of the same arrival time by id, and children
-        behind all of them.
+        after all of them.
         """
         arrival_s = self.now_s if wanted_s is None else wanted_s
         self._last_arrival_s = max(arrival_s, self._last_arrival_s + _ARRIVAL_GAP_S)

@@ -1,4 +1,4 @@
-"""How many KV blocks a step reads if rows that begin with the same blocks read these once.
+"""Count the KV blocks of a step if rows that begin with the same blocks read these once.
 
 A level is a pass over groups of rows: each group reads once the blocks that all of its rows have in
 common, as far as no earlier level has read them. What no level reads, each row reads for itself.
@@ -41,7 +41,7 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """What a step reads together.
+    """Blocks that a step reads together.
 
     saved_blocks: block reads of all rows less those of the groups.
     passes: levels with at least one group. groups, rows: groups of all levels and their rows, each
@@ -166,7 +166,7 @@ def _as_the_engine(tables: BlockIds, full_blocks: Ints, settings: FamilySettings
 
 
 def _groups(rows: Ints, keys: Ints, min_rows: int) -> tuple[Ints, Ints, Ints]:
-    """Return the rows of large enough groups of equal keys, one group behind the other.
+    """Return the rows of large enough groups of equal keys, one group after the other.
 
     Also the index of each group's first row, and its number of rows.
     """

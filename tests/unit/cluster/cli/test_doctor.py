@@ -109,7 +109,7 @@ def test_an_ordinary_model_is_no_problem() -> None:
 def test_a_refused_format_is_named_with_the_reason() -> None:
     findings = describe(replace(ORDINARY, refused="multiverse"))
 
-    assert findings[-2].value.startswith("multiverse, which is not served: it continues behind")
+    assert findings[-2].value.startswith("multiverse, which is not served: it continues after")
     assert findings[-1].value == "no: an ordinary model, served without forks"
 
 
