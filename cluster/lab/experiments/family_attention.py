@@ -44,8 +44,16 @@ from cluster.lab.experiments.recorded_steps import (
     timed,
 )
 from cluster.lab.experiments.runs import freeze_garbage
-from cluster.lab.experiments.settings import MIXED, STRUCTURED, GpuNames, KvShares, file_digest
-from cluster.lab.virtual.workers import worker_pool
+from cluster.lab.experiments.settings import (
+    LARGE_MODEL_REQUESTS,
+    MIXED,
+    SMALL_MODEL_REQUESTS,
+    STRUCTURED,
+    GpuNames,
+    KvShares,
+    file_digest,
+)
+from cluster.lab.grid import grid
 from cluster.loadtest.trace import read_trace
 
 if TYPE_CHECKING:
@@ -60,8 +68,6 @@ NESTED: Literal["nested"] = "nested"
 ACROSS: Literal["across"] = "across"
 STEPS_FOLDER = "steps"
 BLOCK_SIZE = 16
-# The paper's limits on concurrent requests (appendix C.2).
-_REQUESTS, _REQUESTS_13B = 350, 180
 # Thresholds tried where a run is recorded with all of them.
 PREFIX_BLOCKS = (1, 2, 4, 8, 16, 32)
 LEAST_ROWS = (2, 3, 4, 6)
@@ -132,7 +138,8 @@ class FamilyAttentionSettings(BaseModel):
         """Return how many requests run at once at most."""
         if self.max_requests is not None:
             return self.max_requests
-        return _REQUESTS_13B if engine.size.name.endswith("13b") else _REQUESTS
+        is_large = engine.size.name.endswith("13b")
+        return LARGE_MODEL_REQUESTS if is_large else SMALL_MODEL_REQUESTS
 
 
 @dataclass(frozen=True)
@@ -377,20 +384,6 @@ def _workload(
     return Workload([behind(each) for each in workload.questions], workload.marker_id)
 
 
-_worker: Worker | None = None
-"""The worker of a pool's process."""
-
-
-def _start_worker(settings: FamilyAttentionSettings) -> None:
-    global _worker
-    _worker = Worker(settings)
-
-
-def _run_in_worker(name: RunName, path: Path) -> None:
-    assert _worker is not None
-    _worker.run(name).save(path)
-
-
 def do_runs(
     settings: FamilyAttentionSettings, folder: Path, start_stage: StartStage, workers: int
 ) -> None:
@@ -413,22 +406,11 @@ def do_runs(
     done = start_stage("runs", len(missing))
     (folder / STEPS_FOLDER).mkdir(parents=True, exist_ok=True)
 
-    def finish(name: RunName) -> None:
-        store.add(str(name), {})
-        done()
-
-    if workers == 1:
-        worker = Worker(settings)
-        for name in missing:
-            worker.run(name).save(_path(folder, name))
-            finish(name)
-        worker.close()
-        return
-    with worker_pool(min(workers, len(missing)), _start_worker, settings) as pool:
-        tasks = [(name, pool.submit(_run_in_worker, name, _path(folder, name))) for name in missing]
-        for name, task in tasks:
-            task.result()
-            finish(name)
+    with grid(min(workers, len(missing)), Worker, settings) as run_all:
+        for (name,), steps in run_all([(name,) for name in missing]):
+            steps.save(_path(folder, name))
+            store.add(str(name), {})
+            done()
 
 
 def load_run(folder: Path, settings: FamilyAttentionSettings, name: RunName) -> RecordedSteps:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +17,7 @@ from cluster.lab.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL
 from cluster.lab.experiments.parts import StartStage
 from cluster.lab.experiments.samples import Sample, Spread, spread, steady
 from cluster.lab.experiments.settings import ExperimentSettings, RunKey
-from cluster.lab.virtual.workers import worker_pool
+from cluster.lab.grid import grid
 
 if TYPE_CHECKING:
     from cluster.lab.experiments.driver import Drive, Served
@@ -135,10 +133,11 @@ def do_runs(
     # The adaptive policy's time per token is a multiple of the sequential run's mean step.
     first = [key for key in missing if key.method != ADAPTIVE]
     later = [key for key in missing if key.method == ADAPTIVE]
-    with _runner(settings, min(workers, len(missing))) as run_all:
+    number = min(workers, len(missing)) if settings.is_virtual else 1
+    with grid(number, Worker, settings) as run_all:
         for wave in (first, later):
             tasks = [(key, _token_time_s(key, settings, store)) for key in wave]
-            for run in run_all(tasks):
+            for _, run in run_all(tasks):
                 store.add(run)
                 done()
     store.sort()
@@ -148,47 +147,6 @@ def _token_time_s(key: RunKey, settings: ExperimentSettings, store: RunStore) ->
     if key.method != ADAPTIVE:
         return None
     return settings.token_time_multiple * store.lines[key.of_method(SEQUENTIAL)].step_s
-
-
-Task = tuple[RunKey, float | None]
-"""A run, and the adaptive policy's time per token."""
-
-
-@contextmanager
-def _runner(
-    settings: ExperimentSettings, workers: int
-) -> Iterator[Callable[[Sequence[Task]], Iterator[Run]]]:
-    if workers == 1 or not settings.is_virtual:
-        worker = Worker(settings)
-        try:
-            yield lambda tasks: (worker.run(*task) for task in tasks)
-        finally:
-            worker.close()
-        return
-    with worker_pool(workers, _start_worker, settings) as pool:
-        yield lambda tasks: _completed([pool.submit(_run_in_worker, *task) for task in tasks])
-
-
-def _completed(futures: Sequence[Future[Run]]) -> Iterator[Run]:
-    pending = set(futures)
-    while pending:
-        finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-        for future in finished:
-            yield future.result()
-
-
-_worker: Worker | None = None
-"""The worker of a pool's process."""
-
-
-def _start_worker(settings: ExperimentSettings) -> None:
-    global _worker
-    _worker = Worker(settings)
-
-
-def _run_in_worker(key: RunKey, token_time_s: float | None) -> Run:
-    assert _worker is not None
-    return _worker.run(key, token_time_s)
 
 
 class Worker:

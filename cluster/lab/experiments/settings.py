@@ -33,7 +33,7 @@ FIGURE_5A, FIGURE_5B, PEERS = "fig5a", "fig5b", "peers"
 FIGURE_METHODS = (SEQUENTIAL, EAGER, ADAPTIVE)
 
 # The paper's limits on concurrent requests, for its 7B and 13B models (appendix C.2).
-_SMALL_MODEL_REQUESTS, _LARGE_MODEL_REQUESTS = 350, 180
+SMALL_MODEL_REQUESTS, LARGE_MODEL_REQUESTS = 350, 180
 _LARGE_MODEL_PARAMETERS = 10e9
 
 
@@ -178,9 +178,9 @@ class ExperimentSettings(BaseModel):
         if self.max_requests is not None:
             return self.max_requests
         if not self.is_virtual:
-            return _SMALL_MODEL_REQUESTS
+            return SMALL_MODEL_REQUESTS
         is_large = find_model(model).parameters > _LARGE_MODEL_PARAMETERS
-        return _LARGE_MODEL_REQUESTS if is_large else _SMALL_MODEL_REQUESTS
+        return LARGE_MODEL_REQUESTS if is_large else SMALL_MODEL_REQUESTS
 
     def virtual_device(self, model: str, device: str) -> tuple[StepCosts, int]:
         """Return the step costs of a model on a device, and the KV blocks of its whole cache.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 from apar_core.attention.settings import FamilySettings
 from apar_core.errors import EvaluationError
 from apar_core.step_costs.costs import StepCosts
+from cluster.lab.grid import grid
 from cluster.lab.simulation.cluster import (
     Cluster,
     ClusterRun,
@@ -24,7 +23,6 @@ from cluster.lab.simulation.measures import Measures, Slo, measure
 from cluster.lab.simulation.workload import CONTEXT_TOKENS, RecordedData, read_data
 from cluster.lab.virtual.engine import VirtualSpec
 from cluster.lab.virtual.shared_reads import Grouping
-from cluster.lab.virtual.workers import worker_pool
 from deployments.config.autoscaling import AutoscalingConfig
 from deployments.config.model import ForkLimits, ModelConfig
 from deployments.config.routing import RoutingPolicy, RoutingSettings
@@ -193,10 +191,6 @@ class CaseResult:
     seeds: tuple[SeedResult, ...]
 
 
-# The recorded data of a worker process, which takes seconds to read.
-_DATA: list[RecordedData] = []
-
-
 def run_cases(
     settings: SimulationSettings, jobs: int, begin: Callable[[str, int], Callable[[], None]]
 ) -> tuple[list[CaseResult], float | None]:
@@ -213,14 +207,14 @@ def run_cases(
     cases = settings.cases(capacity)
     runs = [(case, seed) for case in cases for seed in range(settings.seeds)]
     done = begin("cases", len(runs))
-    found: list[SeedResult] = []
-    with _mapped(jobs, data) as mapped:
-        for result in mapped(partial(_run_with_data, settings), runs):
-            found.append(result)
+    found: dict[tuple[Case, int], SeedResult] = {}
+    with grid(jobs, _Worker, settings, data) as run_all:
+        for run, result in run_all(runs):
+            found[run] = result
             done()
     results = [
-        CaseResult(case, tuple(found[index * settings.seeds : (index + 1) * settings.seeds]))
-        for index, case in enumerate(cases)
+        CaseResult(case, tuple(found[case, seed] for seed in range(settings.seeds)))
+        for case in cases
     ]
     return results, capacity
 
@@ -267,20 +261,16 @@ def run_case(
     return result, run
 
 
-def _run_with_data(settings: SimulationSettings, run: tuple[Case, int]) -> SeedResult:
-    return run_case(settings, _DATA[0], *run)[0]
+class _Worker:
+    """Does runs with the settings and the recorded data."""
 
+    def __init__(self, settings: SimulationSettings, data: RecordedData) -> None:
+        self._settings = settings
+        self._data = data
 
-def _keep(data: RecordedData) -> None:
-    _DATA[:] = [data]
+    def run(self, case: Case, seed: int) -> SeedResult:
+        """Do a run."""
+        return run_case(self._settings, self._data, case, seed)[0]
 
-
-@contextmanager
-def _mapped(jobs: int, data: RecordedData) -> Iterator[Callable[..., Iterator[SeedResult]]]:
-    """Yield `map` in so many processes; an error or Ctrl-C cancels what has not begun."""
-    if jobs == 1:
-        _keep(data)
-        yield map
-        return
-    with worker_pool(jobs, _keep, data) as pool:
-        yield pool.map
+    def close(self) -> None:
+        """Free nothing."""

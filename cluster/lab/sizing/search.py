@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree import tree_statistics
+from cluster.lab.grid import worker_pool
 from cluster.lab.sizing.replica_run import ReplicaLoad, ReplicaRun, Slos, run_replica
 from cluster.lab.sizing.requests import Workload
-from cluster.lab.virtual.workers import worker_pool
 from cluster.loadtest.arrivals import GammaArrivals, OpenLoop, read_arrivals
 from deployments.config.model import MAX_THREADS
 

@@ -1,4 +1,4 @@
-"""Worker processes end with the process that started them."""
+"""Tasks in worker processes, which end with the process that started them."""
 
 import os
 import signal
@@ -7,10 +7,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from cluster.lab.grid import grid
+
 PROGRAM = """
 import os, time
 
-from cluster.lab.virtual.workers import worker_pool
+from cluster.lab.grid import worker_pool
 
 if __name__ == "__main__":
     with worker_pool(1) as pool:
@@ -42,3 +46,31 @@ def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     while is_alive(worker) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not is_alive(worker)
+
+
+class Divider:
+    """Divides a number by others."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def run(self, by: int) -> tuple[int, int]:
+        return self._number // by, os.getpid()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_task_comes_with_its_result(workers: int) -> None:
+    with grid(workers, Divider, 60) as run_all:
+        found = {by: result for (by,), result in run_all([(1,), (2,), (3,)])}
+
+    assert {by: quotient for by, (quotient, _) in found.items()} == {1: 60, 2: 30, 3: 20}
+    assert (os.getpid() in {pid for _, pid in found.values()}) == (workers == 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_of_a_task_reaches_the_caller(workers: int) -> None:
+    with pytest.raises(ZeroDivisionError), grid(workers, Divider, 60) as run_all:
+        list(run_all([(1,), (0,)]))
