@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.quick_start import commands, program
+from tests.fakes.quick_start import blocks, commands, program
 from tests.integration.serving.apar_process import REQUEST_S, TOKEN, Server
 
 pytestmark = pytest.mark.cluster
@@ -49,6 +49,9 @@ def test_a_request_with_curl_is_answered(server: Server, line: str) -> None:
     body = json.loads(answer)
     assert_list(body["choices"][0]["message"]["content"])
     assert body["apar"]["forks"] >= 1
+    (shown,) = blocks("json")
+    # The numbers are another model's, and depend on the processor.
+    assert json.loads(f"{{{shown}}}")["apar"].keys() == body["apar"].keys()
 
 
 def test_the_command_that_the_server_prints_is_answered(server: Server) -> None:
