@@ -50,8 +50,9 @@ serve: $(SERVE_FETCHED) ## Serve apar-smollm2 on http://127.0.0.1:8000/v1, or th
 test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (10 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" --numprocesses auto
 
-test-slow: $(INSTALLED) ## Run the slow tests
+test-slow: $(INSTALLED) ## Run the slow tests, and the property tests on four times as many examples
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
+	APAR_ALL_EXAMPLES=1 $(BIN)/python -m pytest -m "hypothesis and not slow" --numprocesses auto
 
 test-kills: $(INSTALLED) ## Kill 50 gateways, replicas, engines, HAProxies and controllers under load (25 minutes; KILLS=, REQUESTS=, SEED=)
 	APAR_KILLS=$(KILLS) APAR_KILL_REQUESTS=$(REQUESTS) APAR_KILL_SEED=$(SEED) $(BIN)/python -m pytest -m kills tests/integration/serving/test_kills.py
