@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from deployments.serve_flags import SERVE_FLAGS
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 # Some libraries read these at import, so they are set before any test module is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # By default an example fails after 0.2 s, which a busy machine cannot promise.
-settings.register_profile("ours", deadline=None, max_examples=examples(100))
+settings.register_profile("ours", deadline=None, max_examples=num_examples(100))
 settings.load_profile("ours")
 
 SERVING = "tests/integration/serving/"

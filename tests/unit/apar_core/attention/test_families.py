@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from apar_core.attention import families as grouping
 from apar_core.attention.families import Families, group_rows, partition
 from apar_core.attention.settings import FamilySettings
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.scripted_engine import (
     END,
     FIRST_TEXT_ID,
@@ -196,7 +196,7 @@ def trees(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     return tables, num_full
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=num_examples(200))
 @given(tree=trees(), tokens=st.integers(1, 4))
 def test_no_partition_saves_more(tree: tuple[list[list[int]], list[int]], tokens: int) -> None:
     tables, num_full = tree
@@ -339,7 +339,7 @@ def test_families_of_scheduled_steps(model_dir: Path, **drawn: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(400), suppress_health_check=[function_fixtures])
+@settings(max_examples=num_examples(400), suppress_health_check=[function_fixtures])
 @schedules
 def test_families_of_many_schedules(model_dir: Path, **drawn: Any) -> None:
     run_any_schedule(**drawn, model_dir=model_dir)

@@ -33,7 +33,7 @@ from apar_core.engine.input_processor import ForkInputProcessor, replays
 from apar_core.engine.plugin import complete
 from apar_core.engine.replay import REPLAY, replay_args
 from apar_core.models.apar_tiny import checkpoint_path
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.scripted_engine import CHILD, FORK
 from tests.fakes.torch_operations import COPIES, Operations
 from tests.unit.apar_core.engine.test_logits_processors import (
@@ -232,7 +232,7 @@ ARGUMENTS = st.sampled_from(
 TEXT = st.lists(st.sampled_from([FORK, 10, 11, 12]), max_size=5)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     st.lists(st.tuples(ARGUMENTS, st.sampled_from([[9], [9, FORK, CHILD]]), TEXT, st.booleans()),
              min_size=1, max_size=SLOTS),

@@ -17,7 +17,7 @@ from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import block_rules
 from tests.fakes.block_scripts import FORMATS, Script, block_parameters, block_scripts
 from tests.fakes.block_scripts import TOKENIZER as CHARACTERS
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.tagged_client import (
     BYTES,
     END,
@@ -43,7 +43,7 @@ def write(
     )
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=num_examples(30))
 @given(EVENTS, st.data())
 def test_the_text_rebuilt_from_the_updates_is_the_ordered_text(
     events: list[Event], data: st.DataObject

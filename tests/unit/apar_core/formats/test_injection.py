@@ -16,7 +16,7 @@ from apar_core.formats.control_tokens import neutralise, refuse_control_tokens
 from apar_core.formats.parallel_format import Branch, ParallelFormat, branches
 from apar_core.formats.resolved_format import ResolvedFormat, resolve
 from apar_core.formats.shipped_formats import APR, PADOC, SHIPPED, THREADWEAVER
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.small_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 KINDS = ("byte-level, special", "byte-level, added", "sentencepiece")
@@ -24,7 +24,7 @@ APR_CALL = (
     "Moving to Node #0\nCurrent State: 8:[5, 3], Operations: []\n<Calling Sub Searches>\n"
     "<Start Sub Search 0 at level 1> Moving to Node #0\n<End Calling Sub Searches>"
 )
-few = settings(max_examples=examples(25), deadline=None)
+few = settings(max_examples=num_examples(25), deadline=None)
 
 
 @cache

@@ -18,7 +18,7 @@ from apar_core.formats.parallel_format import (
 )
 from apar_core.formats.resolved_format import FormatSetting
 from apar_core.formats.shipped_formats import APR, PARALLEL_R1, SHIPPED, THREADWEAVER
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 SETTING: TypeAdapter[ParallelFormat] = TypeAdapter(FormatSetting)
 CONTINUES = {"name": "mine", "trigger": "<FORK>", "parent": "continues"}
@@ -99,7 +99,7 @@ NUMBERS = st.lists(
 )
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=num_examples(40))
 @given(data=st.data(), numbers=NUMBERS)
 def test_threadweaver_joins_as_its_client_does(data: st.DataObject, numbers: list[str]) -> None:
     words = st.text("abc <>", max_size=5).map(str.strip)

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.scripted_engine import (
     END,
     FIRST_TEXT_ID,
@@ -86,7 +86,7 @@ def engine_with(
 
 
 any_schedule = settings(
-    max_examples=examples(150),
+    max_examples=num_examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from apar_core.scheduler.fork_admission import ForkQueue
 from apar_core.scheduler.thread_table import ThreadGroup
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.scripted_engine import fork_parameters
 
 
@@ -119,7 +119,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(events=events)
 def test_the_first_request_equals_that_of_a_linear_search(events: list[tuple[str, int]]) -> None:
     model = Model(ForkQueue())

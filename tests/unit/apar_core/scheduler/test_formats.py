@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apar_core.fork_parameters import ForkParameters
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.scripted_engine import (
     CHILD,
     END,
@@ -162,7 +162,7 @@ def test_another_engine_continues_from_any_step(model_dir: Path, name: str) -> N
 
 
 @settings(
-    max_examples=examples(25),
+    max_examples=num_examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

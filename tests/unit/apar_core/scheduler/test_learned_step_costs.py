@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from apar_core.scheduler.step_time import MIN_STEPS, LearnedStepCosts
 from apar_core.step_costs.costs import StepBatch, StepCosts
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 TRUE = StepCosts(
     "true", "predicted", "test", ((1, 0.004), (64, 0.004 + 63 * 0.00003), (1024, 0.0347)),
@@ -146,7 +146,7 @@ def test_costs_that_cannot_be_separated_are_fixed_time() -> None:
     assert learned.predict_s(StepBatch(8, 800)) == pytest.approx(0.005, rel=0.05)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

@@ -15,7 +15,7 @@ from apar_core.journal import Journal, ThreadDelta
 from apar_core.scheduler.thread_requests import build_child_request
 from apar_core.tree.threads import thread_texts
 from apar_core.vllm_names import Request, add_bad_words, bad_words_of
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.scripted_engine import (
     END,
     FORK,
@@ -93,7 +93,7 @@ def test_a_run_resumed_at_any_step_ends_like_the_uninterrupted_one(
 
 
 any_schedule = settings(
-    max_examples=examples(150),
+    max_examples=num_examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from apar_core.errors import StepCostsError
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.step_costs.fit import fit_costs
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 KNOTS = (1, 64, 128, 512)
 TRUE = StepCosts(
@@ -105,7 +105,7 @@ def test_rows_and_tokens_are_one_cost_without_prefill() -> None:
         assert fit.costs.device_s(batch) == pytest.approx(seconds, rel=1e-6)
 
 
-@settings(deadline=None, max_examples=examples(25))
+@settings(deadline=None, max_examples=num_examples(25))
 @given(
     st.lists(st.floats(0, 0.02), min_size=4, max_size=4),
     st.floats(0, 1e-5),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from apar_core.errors import EvaluationError
 from cluster.loadtest.arrivals import AllAtOnce, GammaArrivals, read_arrivals, read_timestamps
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 AZURE = Path(__file__).resolve().parents[5] / "shared/data/arrivals/AzureLLMInferenceTrace_conv.csv"
 
@@ -25,7 +25,7 @@ def test_all_at_once_is_at_the_start() -> None:
     assert AllAtOnce().times_s(3, seed=1) == [0.0, 0.0, 0.0]
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(
     rate=st.floats(0.01, 1000),
     cv=st.floats(0.2, 3.0),

@@ -22,7 +22,7 @@ from cluster.loadtest.replay_answers import (
     replay_answers,
 )
 from cluster.loadtest.trace import TraceLine, read_trace
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 DATA = Path(__file__).resolve().parents[5] / "shared" / "data" / "traces"
 LLAMA = load_text(LLAMA_TOKENIZER)
@@ -62,7 +62,7 @@ def check(answer: ReplayAnswer, text: ModelText, response: str) -> None:
 
 
 @pytest.mark.parametrize("text", [LLAMA, TINY], ids=["llama", "apar-tiny"])
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(items=ITEMS, closing=WORDS)
 def test_an_answer_has_the_same_text_forked_and_flat(
     text: ModelText, items: list[tuple[str, str]], closing: str
@@ -72,7 +72,7 @@ def test_an_answer_has_the_same_text_forked_and_flat(
         check(replay_answer(line(response), text, text.tokens), text, response)
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(st.lists(st.tuples(st.just("Root"), WORDS.map("Ten chars. ".__add__)), min_size=3))
 def test_points_with_details_fork(items: list[tuple[str, str]]) -> None:
     listed = "".join(

@@ -14,7 +14,7 @@ from deployments.gateway.accounts import Account, Size
 from deployments.gateway.fair_queue import FairQueue, Ticket
 from deployments.wire.errors import RateLimitError
 from tests.fakes.clock import Clock
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 MAX_WAITING = 6
 CAPS = {"d": 1, "e": 2}
@@ -202,7 +202,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 QueueMachine.TestCase.settings = settings(
-    max_examples=examples(150), stateful_step_count=40, deadline=None
+    max_examples=num_examples(150), stateful_step_count=40, deadline=None
 )
 TestQueue = QueueMachine.TestCase
 
@@ -396,7 +396,7 @@ async def compare_with_plain(capacity: int, steps: list[Arrival | End]) -> None:
     await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(
     capacity=st.integers(1, 5),
     steps=st.lists(
@@ -459,7 +459,7 @@ async def backlogged_run(
     return got
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     capacity=st.integers(1, 4),
     costs=st.dictionaries(
@@ -524,7 +524,7 @@ async def contended_run(capacity: int, num_steps: int, answers: dict[str, list[i
     return list(held.values())
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     capacity=st.integers(1, 4),
     tricks=st.lists(st.integers(0, 20), min_size=1, max_size=30),

@@ -20,7 +20,7 @@ from deployments.gateway.shared_places import (
     SharedPlaces,
     fair_shares,
 )
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 PLACE = "model"
 limits = st.integers(0, 12)
@@ -148,7 +148,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(limit=limits, taken=steps)
 def test_together_the_gateways_never_run_more_than_the_limit(
     limit: int, taken: list[tuple[int, str, int]]
@@ -172,7 +172,7 @@ def test_together_the_gateways_never_run_more_than_the_limit(
     asyncio.run(run())
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     limit=limits, arrived=st.lists(st.integers(0, 12), min_size=2, max_size=4), starts=st.booleans()
 )

@@ -19,7 +19,7 @@ from deployments.relay.relay import Progress, Retries, relay_answer
 from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import DONE_EVENT, NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 CHAT = "/v1/chat/completions"
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -211,7 +211,7 @@ async def test_stream_continues_from_any_byte(death: int) -> None:
     assert_one_whole_stream(client)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     deaths=st.lists(st.integers(0, 1500), max_size=5),
     piece_bytes=st.integers(1, 700),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from apar_core.journal import JournalBook
 from deployments.relay.continuation import ClientStream
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.tagged_client import BYTES, PARAMETERS, TaggedClient, outputs_of
 from tests.fakes.tagged_streams import TaggedReader
 from tests.unit.apar_core.tree.scripts import Event, interleavings
@@ -50,7 +50,7 @@ def read(events: bytes) -> tuple[TaggedReader, str, list[str]]:
     return reader, text, finish
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=num_examples(25))
 @given(interleavings(max_events=20), st.data())
 def test_a_continued_stream_equals_the_uninterrupted_one(
     events: list[Event], data: st.DataObject

@@ -15,7 +15,7 @@ from apar_core.offline.data.records import (
     thread_paragraphs,
 )
 from apar_core.offline.data.structure import StructureRules, ambiguity, extract_tree
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 PAPER = StructureRules()
 UNORDERED = StructureRules(unordered_lists=True)
@@ -271,7 +271,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=num_examples(600), deadline=None)
 @given(
     st.one_of(st.text(st.characters(), max_size=200), st.lists(PIECES, max_size=60).map("".join)),
     st.builds(StructureRules, unordered_lists=st.booleans(), points_without_colon=st.booleans()),

@@ -10,7 +10,7 @@ from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, deco
 from apar_core.offline.decoders.load import DECODER_NAMES
 from apar_core.tree.statistics import tree_statistics
 from apar_core.tree.thread_names import replay_key
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     CHILD,
     END,
@@ -37,7 +37,7 @@ def replays(draw: st.DrawFn) -> dict[str, list[int]]:
     return threads
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(replays())
 def test_the_trace_of_a_replay_agrees_with_the_statistics_of_its_tree(
     replay: dict[str, list[int]],
@@ -53,7 +53,7 @@ def test_the_trace_of_a_replay_agrees_with_the_statistics_of_its_tree(
         assert [*thread.token_ids, *([END] if thread.ended else [])] == replay[path]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(replays(), st.sampled_from([(1,), (2, 2), (12, 12), (20,)]), st.integers(1, 4))
 def test_medusa_replays_threads_for_any_proposals_and_limits(
     replay: dict[str, list[int]], top_k: tuple[int, ...], max_threads: int
@@ -67,7 +67,7 @@ def test_medusa_replays_threads_for_any_proposals_and_limits(
     assert max(step.threads for step in medusa.trace) <= max_threads
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=6),
     st.sampled_from([(1,), (2, 2), (5, 3), (20, 2)]),

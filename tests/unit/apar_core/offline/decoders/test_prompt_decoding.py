@@ -39,7 +39,7 @@ from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_
 from apar_core.offline.speculation.candidate_tree import CandidateTree
 from apar_core.offline.speculation.prompt_tokens import PromptTokens
 from apar_core.offline.speculation.sparse_tree import SparseTree
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     CONTROL,
     END,
@@ -70,7 +70,7 @@ def assert_same_threads(found: DecodedAnswer, expected: DecodedAnswer) -> None:
         assert thread.token_ids[:size] == other[:size]
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(
     st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=6),
     st.integers(1, 4),

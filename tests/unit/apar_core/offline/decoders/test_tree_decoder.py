@@ -18,7 +18,7 @@ from apar_core.offline.decoders.interface import (
 )
 from apar_core.offline.decoders.load import SINGLE_THREAD, DecoderName
 from apar_core.tree.thread_names import replay_key
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.unit.apar_core.offline.decoders.small_decoders import (
     END,
     FORK,
@@ -170,7 +170,7 @@ def test_max_tokens_is_reached_exactly(name: DecoderName, max_tokens: int) -> No
         assert answer.tree.finished
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(st.integers(1, 60), st.integers(1, 4), st.sampled_from([(1,), (4, 4), (20, 3)]))
 def test_with_max_tokens_medusa_threads_are_prefixes_of_vanilla_threads(
     max_tokens: int, max_threads: int, top_k: tuple[int, ...]

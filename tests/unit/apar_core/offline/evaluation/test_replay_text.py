@@ -20,7 +20,7 @@ from apar_core.offline.evaluation.replay_text import (
     load_text,
     vicuna_prompt,
 )
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 LLAMA = load_text(LLAMA_TOKENIZER)
 TINY = load_text(str(checkpoint_path()))
@@ -30,7 +30,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
 
 
 @pytest.mark.parametrize("text", [LLAMA, TINY], ids=["llama", "apar-tiny"])
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(st.data())
 def test_concatenated_pieces_decode_to_their_texts(text: ModelText, data: Any) -> None:
     # SentencePiece writes a space as "▁".

@@ -29,7 +29,7 @@ from apar_core.offline.generation.generate import (
     generate_chats,
 )
 from apar_core.offline.training.pretrained import VICUNA_TEMPLATE
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 WORDS = "river stone lamp violin garden winter bread cloud engine letter moon harbor".split()  # noqa: SIM905
 LIST = "\n".join(f"{n}. Point {n}: with some content of its own, {n}." for n in (1, 2, 3))
@@ -207,7 +207,7 @@ def test_unusable_openings_are_refused(tmp_path: Path, content: str, said: str) 
     share=st.floats(0, 1),
     dropped=st.booleans(),
 )
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 def test_a_run_that_was_cut_at_any_byte_ends_with_the_same_files(
     whole_run: Path,
     tmp_path_factory: pytest.TempPathFactory,

@@ -21,7 +21,7 @@ from apar_core.offline.speculation.prompt_forward import (
 from apar_core.offline.speculation.prompt_tokens import PromptTokens
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, written_out
 from apar_core.offline.training.tree_trainer import Batch, TreeCollator
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.unit.apar_core.offline.training.random_trees import (
     PAD_ID,
     TOKENS,
@@ -95,7 +95,7 @@ def test_a_small_tree_gives_the_teachers_worked_out_by_hand() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(rows=rows_of_trees)
 def test_teachers_predict_the_later_tokens_of_the_same_thread(rows: list[PackedTree]) -> None:
     found = chains(insertions(COLLATOR(rows), 3))
@@ -119,7 +119,7 @@ def test_teachers_predict_the_later_tokens_of_the_same_thread(rows: list[PackedT
     } == expected
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(rows=rows_of_trees, share=st.sampled_from([0.1, 0.5, 0.9]), seed=st.integers(0, 5))
 def test_a_random_share_of_the_places_is_drawn_per_row(
     rows: list[PackedTree], share: float, seed: int

@@ -26,7 +26,7 @@ from apar_core.offline.speculation.sparse_tree import (
     static_tree,
     tree_family,
 )
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 
 @st.composite
@@ -77,7 +77,7 @@ def longest(paths: frozenset[RankPath], ranks: RankPath) -> RankPath:
 
 
 @given(tables(max_ranks=2), st.integers(0, 3), st.integers(0, 6))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_the_best_candidates_equal_brute_force(
     table: AcceptanceTable, depth: int, num_candidates: int
 ) -> None:
@@ -95,7 +95,7 @@ def test_the_best_candidates_equal_brute_force(
 
 
 @given(tables(max_ranks=2), st.integers(0, 6), st.integers(0, 10_000))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_length_and_last_candidate_equal_the_mean_over_all_outcomes(
     table: AcceptanceTable, num_candidates: int, drawn: int
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_candidate_that_is_never_right_is_left_out() -> None:
 
 
 @given(tables(max_ranks=2), st.integers(0, 4), st.integers(1, 12))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_pruned_prompt_tokens_equal_brute_force(
     table: AcceptanceTable, num_candidates: int, num_prompts: int
 ) -> None:
@@ -170,7 +170,7 @@ def test_one_prompt_token_stays() -> None:
 
 
 @given(tables(), st.integers(1, 6), st.integers(1, 8), st.integers(0, 100))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_the_steady_state_is_the_share_of_a_long_run_from_state_m(
     table: AcceptanceTable, num_candidates: int, num_prompts: int, seed: int
 ) -> None:
@@ -251,7 +251,7 @@ def test_the_optimal_tree_equals_brute_force_over_all_trees(
 
 
 @given(tables(max_ranks=3), st.integers(2, 24), st.integers(0, 50))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_of_one_size_optimal_dynamic_static_and_random_trees_are_in_this_order(
     table: AcceptanceTable, num_inputs: int, seed: int
 ) -> None:

@@ -27,7 +27,7 @@ from apar_core.offline.training.pretrained import load_model, load_tokenizer
 from apar_core.offline.training.recipe import MedusaRecipe
 from apar_core.offline.training.tree_trainer import StepReport, TreeCollator
 from tests.fakes.example_files import write_examples
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.unit.apar_core.offline.training.random_trees import PAD_ID, TOKENS, encode, packed, trees
 
 
@@ -45,7 +45,7 @@ def test_a_small_tree_gives_the_targets_worked_out_by_hand() -> None:
     assert b in tree.targets
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=num_examples(80), deadline=None)
 @given(tree=trees)
 def test_targets_follow_each_thread_and_are_never_child_tokens(
     tree: PackedTree,

@@ -29,7 +29,7 @@ from apar_core.offline.training.example_encoder import (
 )
 from apar_core.offline.training.packing import IGNORED_TARGET
 from apar_core.offline.training.pretrained import VICUNA_TEMPLATE
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.unit.apar_core.offline.training.random_trees import TOKENS, encode, packed
 
 CORPUS = [
@@ -139,7 +139,7 @@ pieces = st.lists(st.one_of(words, st.text(max_size=8)), max_size=6)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(parts=pieces)
 def test_pieces_join_to_the_text_without_special_tokens(name: str, parts: list[str]) -> None:
     tokenizer, encode = tokenizer_and_encoder(name)

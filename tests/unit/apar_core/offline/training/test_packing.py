@@ -23,7 +23,7 @@ from apar_core.offline.training.packing import (
     tree_attention_mask,
 )
 from apar_core.offline.training.tree_forward import learned_logits, summed_tree_loss
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 TOKENS = TreeTokens(fork_id=1, child_id=2, end_id=3)
 PAD_ID = 0
@@ -69,7 +69,7 @@ def row_indices(packed: PackedTree) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in mask_TT]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(answers=st.lists(_answers(), min_size=2, max_size=4))
 def test_a_row_is_not_affected_by_longer_rows_in_the_batch(answers: list[ParagraphRecord]) -> None:
     model = random_model()
@@ -118,7 +118,7 @@ def test_each_token_knows_its_successor_in_the_same_thread() -> None:
     assert next_indices(packed) == [1, 2, 7, 4, 5, 6, None, 8, None]
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(answers=st.lists(_answers(), min_size=2, max_size=4))
 def test_trees_that_share_a_row_equal_trees_in_separate_rows(
     answers: list[ParagraphRecord],
@@ -159,7 +159,7 @@ def learned(
     return logits.detach(), loss.detach(), gradients
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(answers=st.lists(_answers(), max_size=4))
 def test_a_token_of_a_shared_row_reads_only_its_own_tree(answers: list[ParagraphRecord]) -> None:
     rows = [pack_tree(encode("hg"), answer, encode, TOKENS) for answer in answers]
@@ -209,7 +209,7 @@ def test_a_fork_at_the_end_of_a_thread_is_followed_by_its_end() -> None:
     assert packed.positions[-1] == 3
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(answer=_answers())
 def test_no_target_is_a_child_token_or_part_of_the_prompt(answer: ParagraphRecord) -> None:
     prompt = encode("hgf")

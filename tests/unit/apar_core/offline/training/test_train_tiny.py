@@ -32,7 +32,7 @@ from apar_core.offline.training.train_tiny import (
     train_tokenizer,
 )
 from apar_core.offline.training.tree_trainer import StepReport
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 
 TEXTS = ["Give me 12 tips, please.", "Give me tips for tea.", "More tips for tea."] * 3
 
@@ -61,7 +61,7 @@ def shipped_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(checkpoint_path())
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(parts=st.lists(st.text(), max_size=4))
 def test_separately_encoded_parts_decode_to_their_concatenation(parts: list[str]) -> None:
     shipped = shipped_tokenizer()

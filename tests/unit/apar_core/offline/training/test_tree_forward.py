@@ -36,7 +36,7 @@ from apar_core.offline.training.tree_forward import (
     limited_attention,
     mask_function,
 )
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.unit.apar_core.offline.training.random_trees import (
     PAD_ID,
     TOKENS,
@@ -48,7 +48,7 @@ from tests.unit.apar_core.offline.training.random_trees import (
 )
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(rows=st.lists(trees, min_size=1, max_size=4))
 def test_flex_attention_and_sdpa_masks_are_equal(
     rows: list[PackedTree],

@@ -20,7 +20,7 @@ from apar_core.offline.training.packing import (
     written_out,
 )
 from apar_core.offline.training.tree_forward import learned_logits
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.unit.apar_core.offline.training.random_trees import (
     PAD_ID,
     TOKENS,
@@ -67,7 +67,7 @@ def test_a_small_tree_is_written_out_as_worked_out_by_hand() -> None:
     assert targets == {5: [a, 1, d, 3, no], 7: [no, no, no, b, c, 3, no]}
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(prompt=texts, answer=answers(max_leaves=14))
 def test_each_thread_is_a_row_and_each_token_is_learned_once(
     prompt: str, answer: ParagraphRecord
@@ -83,7 +83,7 @@ def test_each_thread_is_a_row_and_each_token_is_learned_once(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(tree=trees)
 def test_packed_loss_and_gradients_equal_written_out_ones(name: str, tree: PackedTree) -> None:
     model = random_model(**MODELS[name])
@@ -96,7 +96,7 @@ def test_packed_loss_and_gradients_equal_written_out_ones(name: str, tree: Packe
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(rows=st.lists(trees, min_size=1, max_size=3))
 def test_packed_logits_equal_those_of_a_plain_forward_pass(
     name: str, rows: list[PackedTree]

@@ -20,7 +20,7 @@ from apar_core.step_costs.costs import StepCosts
 from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from cluster.lab.virtual.executor import VirtualClock
 from cluster.lab.virtual.shared_reads import Grouping, SharedReads
-from tests.fakes.examples import examples
+from tests.fakes.examples import num_examples
 from tests.fakes.step_traces import FORK, Asked, RunSeen, requests, run
 
 pytestmark = pytest.mark.engine
@@ -62,7 +62,7 @@ def check_any_run(engine: VirtualEngine, asked: Sequence[Asked], kv_blocks: int)
 
 
 # The longest path of a tree takes 14 blocks.
-@settings(max_examples=examples(25))
+@settings(max_examples=num_examples(25))
 @given(asked=requests(), kv_blocks=st.integers(16, 60))
 def test_answers_are_the_scripts_in_any_memory_and_no_block_leaks(
     engine: VirtualEngine, asked: list[Asked], kv_blocks: int
@@ -71,7 +71,7 @@ def test_answers_are_the_scripts_in_any_memory_and_no_block_leaks(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(1000))
+@settings(max_examples=num_examples(1000))
 @given(asked=requests(max_size=10), kv_blocks=st.integers(16, 60))
 def test_answers_are_the_scripts_in_many_more_runs(
     engine: VirtualEngine, asked: list[Asked], kv_blocks: int
@@ -132,7 +132,7 @@ def check_both(
 LIMITS = st.lists(st.sampled_from([1000, 1000, 30, 7]), min_size=6, max_size=6)
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=num_examples(20))
 @given(asked=requests(max_size=4), kv_blocks=st.integers(16, 60), limits=LIMITS)
 def test_scheduling_ahead_changes_no_text(
     both: tuple[VirtualEngine, VirtualEngine],
@@ -144,7 +144,7 @@ def test_scheduling_ahead_changes_no_text(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(500))
+@settings(max_examples=num_examples(500))
 @given(asked=requests(), kv_blocks=st.integers(16, 60), limits=LIMITS)
 def test_scheduling_ahead_changes_no_text_in_many_more_runs(
     both: tuple[VirtualEngine, VirtualEngine],
