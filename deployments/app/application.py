@@ -36,7 +36,7 @@ _ONE_MORE_PERCENT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ClusterFacts:
     """Facts about the cluster that replicas are built for.
 
     The cores are shared by `num_replicas`, the replicas of all models. A model in `core_shares`
@@ -143,11 +143,11 @@ def replica_environment(
 
 
 def build_replicas(
-    model: ModelConfig, config: ClusterConfig, surroundings: Surroundings
+    model: ModelConfig, config: ClusterConfig, facts: ClusterFacts
 ) -> serve.Application:
     """Build the deployment of a model's replicas."""
-    on_gpu = surroundings.on_gpu
-    share = surroundings.core_shares.get(model.deployment_name, surroundings.num_replicas)
+    on_gpu = facts.on_gpu
+    share = facts.core_shares.get(model.deployment_name, facts.num_replicas)
     settings = ReplicaSettings(
         model=model.preset.path,
         served_name=model.public_name,
@@ -166,31 +166,31 @@ def build_replicas(
         max_ongoing_requests=model.requests_per_replica,
         health_check_period_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=surroundings.drain_s,
+        graceful_shutdown_timeout_s=facts.drain_s,
         request_router_config=router_config(
             config.routing, is_lone=autoscaling is None and model.replicas == 1
         ),
         # A model that fails to load once will fail again. Dead replicas are replaced regardless;
         # `deployments.serve_controller` lets also a restarted controller do so.
         max_constructor_retry_count=1,
-        max_surge_percent=_ONE_MORE_PERCENT if surroundings.has_room else 0,
+        max_surge_percent=_ONE_MORE_PERCENT if facts.has_room else 0,
         ray_actor_options={
             "num_cpus": 0 if not on_gpu else 1,
             "num_gpus": model.gpus_in_ray if on_gpu else 0,
-            "resources": {surroundings.engine_resource: 1} if surroundings.engine_resource else {},
+            "resources": {facts.engine_resource: 1} if facts.engine_resource else {},
             "runtime_env": {
                 "env_vars": replica_environment(model, on_gpu=on_gpu, num_replicas=share)
             },
         },
     )(Replica)
-    version = surroundings.version(settings.model_dump(mode="json"), config.restart_id)
+    version = facts.version(settings.model_dump(mode="json"), config.restart_id)
     # Without a version, Ray Serve replaces all replicas at each deployment.
     return deployment.options(version=version, _internal=True).bind(settings)
 
 
 def build_application(
     config: ClusterConfig,
-    surroundings: Surroundings | None = None,
+    facts: ClusterFacts | None = None,
     *,
     served: ClusterConfig | None = None,
 ) -> serve.Application:
@@ -198,7 +198,7 @@ def build_application(
 
     The gateway offers the models of `served`, which must be among them; by default all.
     """
-    known = surroundings or Surroundings(num_replicas=config.num_replicas, drain_s=config.drain_s)
+    known = facts or ClusterFacts(num_replicas=config.num_replicas, drain_s=config.drain_s)
     replicas = [build_replicas(model, config, known) for model in config.models]
     offered = served or config
     settings = gateway_settings(offered)

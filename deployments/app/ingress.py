@@ -94,7 +94,7 @@ class IngressSettings(BaseModel):
 
 @serve.ingress()
 class GatewayIngress:
-    """The gateway behind its front door."""
+    """The Serve deployment of a gateway: its middleware around it."""
 
     def __init__(self, built: IngressSettings, *replicas: DeploymentHandle[Any]) -> None:
         settings = built.gateway
@@ -113,9 +113,11 @@ class GatewayIngress:
         metrics = GatewayMetrics()
         # Ray Serve's middleware returns the ids of requests that do not bypass it.
         self._gateway = Gateway(settings, calls, sends_request_ids=False, metrics=metrics)
-        self._door = FrontDoor(self._gateway, partial(metrics.rejected, DrainingError.reason))
-        # Outside the door, so that a page can read why a draining server refuses its request.
-        self._cors = Cors(self._door, settings.cors)
+        self._drain = DrainMiddleware(
+            self._gateway, partial(metrics.rejected, DrainingError.reason)
+        )
+        # Outside it, so that a page can read why a draining server refuses its request.
+        self._cors = Cors(self._drain, settings.cors)
         # First of all: a page of another name must learn nothing of this server.
         refused = partial(metrics.rejected, MisdirectedError.reason)
         self._host_check = HostCheck(self._cors, settings.allowed_hosts, refused)
@@ -196,16 +198,16 @@ class GatewayIngress:
     async def close(self) -> None:
         """Refuse new requests."""
         SHORTCUT.close()
-        self._door.close()
+        self._drain.close()
 
     async def inside(self) -> int:
         """Return the number of requests inside."""
-        return self._door.inside
+        return self._drain.inside
 
     async def cut(self) -> int:
         """End the remaining requests, each with an error; returns how many."""
         SHORTCUT.close()
-        return self._door.cut()
+        return self._drain.cut()
 
     # Ray Serve awaits this at shutdown.
     async def __del__(self) -> None:
@@ -230,7 +232,7 @@ class GatewayIngress:
         )
 
 
-class FrontDoor:
+class DrainMiddleware:
     """ASGI middleware that counts the requests inside, and refuses new ones once closed."""
 
     def __init__(self, app: ASGIApp, refused: Callable[[], None] = lambda: None) -> None:

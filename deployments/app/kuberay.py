@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
 
-from deployments.app.application import Surroundings, build_application
+from deployments.app.application import ClusterFacts, build_application
 from deployments.config import ClusterConfig, ConfigError, problems_of
 from deployments.serve_flags import SERVE_FLAGS
 
@@ -67,7 +67,7 @@ def application(args: dict[str, Any]) -> serve.Application:
         check_gpus(arguments.cluster, int(os.environ[GPUS_PER_POD]))
     config = arguments.cluster
     config.check_keys_file()
-    surroundings = Surroundings(
+    facts = ClusterFacts(
         on_gpu=arguments.device == "gpu",
         num_replicas=config.num_replicas,
         has_room=arguments.spare_room,
@@ -75,7 +75,7 @@ def application(args: dict[str, Any]) -> serve.Application:
         engine_resource=arguments.engine_resource,
         gateway_resource=arguments.gateway_resource,
     )
-    return build_application(config, surroundings)
+    return build_application(config, facts)
 
 
 def arguments_of(args: dict[str, Any]) -> KubeRayArguments:

@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from apar_core.errors import CheckpointError
-from deployments.app.application import Surroundings, build_application
+from deployments.app.application import ClusterFacts, build_application
 from deployments.app.gateway_group import end_shared_state
 from deployments.app.ingress import APPLICATION, GATEWAY
 from deployments.config import ClusterConfig, ConfigError, SecretError, StartError
@@ -44,7 +44,7 @@ class Service:
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
-        self._surroundings = Surroundings(
+        self._facts = ClusterFacts(
             on_gpu=ray.cluster_resources().get("GPU", 0) > 0,
             num_replicas=config.num_replicas,
             core_shares=core_shares(config, {}, None),
@@ -72,20 +72,20 @@ class Service:
         need a restart, and StartError if new replicas cannot start; the old configuration is then
         served.
         """
-        old, surroundings = self.config, self._surroundings
+        old, facts = self.config, self._facts
         check_change(old, new)
-        self._surroundings = replace(
-            surroundings,
+        self._facts = replace(
+            facts,
             num_replicas=new.num_replicas,
-            core_shares=core_shares(new, surroundings.core_shares, old),
-            has_room=_has_room(new, on_gpu=surroundings.on_gpu),
+            core_shares=core_shares(new, facts.core_shares, old),
+            has_room=_has_room(new, on_gpu=facts.on_gpu),
             drain_s=new.drain_s,
         )
         try:
             for step in steps(old, new):
                 self._deploy(step.replicas, step.served)
         except StartError as error:
-            self._surroundings = surroundings
+            self._facts = facts
             self._deploy(old, old)
             raise StartError(f"{error}\nThe old configuration is served.") from error
         self.config = new
@@ -117,7 +117,7 @@ class Service:
             end_shared_state()
 
     def _deploy(self, replicas: ClusterConfig, served: ClusterConfig) -> None:
-        application = build_application(replicas, self._surroundings, served=served)
+        application = build_application(replicas, self._facts, served=served)
         try:
             serve.run(application, name=APPLICATION, route_prefix="/", logging_config=_QUIET)
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Whether each model can serve: asks the replicas' engines, not the controller.
 
 `/health` is about all models, `/health/MODEL` about one, `/ready` about whether any request can be
-served. `/live` (`FrontDoor`) asks nobody.
+served. `/live` (`DrainMiddleware`) asks nobody.
 """
 
 import asyncio

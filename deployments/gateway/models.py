@@ -21,7 +21,7 @@ from deployments.wire.errors import JSON_TYPE, UnknownModelError
 from deployments.wire.request import RelayedRequest
 
 
-class Description:
+class CachedResponse:
     """An answer that a replica gives once and the gateway then repeats.
 
     At most one request for it is at a replica at a time, so these requests cannot crowd out those
@@ -60,8 +60,8 @@ class Model:
         self._places = places
         self.settings = settings
         self.replicas = replicas
-        self.card = Description()
-        self.descriptions: defaultdict[str, Description] = defaultdict(Description)
+        self.card = CachedResponse()
+        self.descriptions: defaultdict[str, CachedResponse] = defaultdict(CachedResponse)
         # Unknown until the model's router has seen a request.
         self._num_running: int | None = None
         self._queue = FairQueue(
@@ -75,7 +75,7 @@ class Model:
         self.settings = settings
         self.replicas = replicas
         # An answer still on its way to the old card describes the model before the change.
-        self.card = Description(self.card.answer)
+        self.card = CachedResponse(self.card.answer)
         self.descriptions.clear()
         self._queue.configure(
             capacity=self._capacity,

@@ -13,14 +13,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from starlette.types import ASGIApp, Message
 
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import KeyTerms
-from apar_core.scheduler.core_state import CoreState
 from deployments.replica.engine_trace import EngineTrace, start_engine_trace
 from deployments.replica.replica_metrics import ReplicaMetrics
 from deployments.tracing.tracing import Tracing
@@ -35,6 +34,9 @@ from deployments.wire.answer import (
 )
 from deployments.wire.errors import DeadlineError, answer_for
 from deployments.wire.request import RelayedRequest, RequestTerms
+
+if TYPE_CHECKING:
+    from apar_core.scheduler.core_state import CoreState
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from ray import serve
 from starlette.types import ASGIApp
 
-from apar_core.scheduler.core_state import CoreState, StepTotals
 from deployments.autoscaling import ReplicaReport
 from deployments.config.logging import LoggingConfig
 from deployments.config.tracing import TracingConfig
@@ -35,6 +34,7 @@ from deployments.wire.start import STAGES_FILE, GcsStore, Stage, StartReporter
 
 if TYPE_CHECKING:
     from apar_core.engine.async_engine import AparAsyncLLM
+    from apar_core.scheduler.core_state import CoreState
 
 logger = logging.getLogger(__name__)
 
@@ -217,14 +217,15 @@ class LoadReporter:
         self._address = address
         self._samples: deque[_Sample] = deque()
 
-    def report(self, state: CoreState, requests: int, now_s: float) -> ReplicaLoad:
+    def report(self, state: "CoreState", requests: int, now_s: float) -> ReplicaLoad:
         """Report the load now, with `requests` calls inside the replica.
 
         The state's own number of requests counts each choice of an answer; Ray Serve's cap counts
         calls.
         """
-        steps = state.steps or StepTotals(0, 0, 0.0)
-        sample = _Sample(now_s, steps.num_steps, steps.num_rows, steps.busy_s)
+        sample = _Sample(now_s, 0, 0, 0.0)
+        if (steps := state.steps) is not None:
+            sample = _Sample(now_s, steps.num_steps, steps.num_rows, steps.busy_s)
         self._samples.append(sample)
         while len(self._samples) > 2 and self._samples[1].at_s <= now_s - WINDOW_S:
             self._samples.popleft()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
@@ -12,10 +13,12 @@ from ray.experimental import internal_kv
 from ray.serve._private.constants import SERVE_NAMESPACE
 
 from apar_core.engine.request_follower import RequestFollower
-from apar_core.scheduler.core_state import CoreState, StepTotals
 from apar_core.tree.statistics import TreeStatistics
 from deployments.metrics import catalogue
 from deployments.metrics.recorder import FlushTimer, Recorder
+
+if TYPE_CHECKING:
+    from apar_core.scheduler.core_state import CoreState, StepTotals
 
 _REQUEST_COUNTERS = (
     catalogue.ATTENDED_TOKENS,
@@ -84,14 +87,14 @@ class ReplicaMetrics:
             if num_tokens > 1 and decode_s > 0:
                 record.observe(metric, decode_s / (num_tokens - 1))
 
-    def take(self, state: CoreState | None, num_requests: int) -> None:
+    def take(self, state: "CoreState | None", num_requests: int) -> None:
         """Record the requests inside and the engine core's state, None if unknown."""
         self.recorder.set(catalogue.REPLICA_REQUESTS, num_requests)
         self._take_values(state)
         if state is not None and state.steps is not None:
             self._take_totals(state, state.steps)
 
-    def _take_values(self, state: CoreState | None) -> None:
+    def _take_values(self, state: "CoreState | None") -> None:
         """Set the gauges of the engine's current state."""
         record = self.recorder
         if state is None:
@@ -104,7 +107,7 @@ class ReplicaMetrics:
             number = None if state is None else getattr(state, field)
             record.set(catalogue.THREADS, number, state=name)
 
-    def _take_totals(self, state: CoreState, steps: StepTotals) -> None:
+    def _take_totals(self, state: "CoreState", steps: "StepTotals") -> None:
         """Set the counters that the scheduler keeps since the engine's start."""
         record = self.recorder
         forks, sharing, joins = state.admission_counters, state.fork_counters, state.join_counters
@@ -154,7 +157,7 @@ class LastState:
 
     def __init__(
         self,
-        core_state: Callable[[], Awaitable[CoreState]],
+        core_state: "Callable[[], Awaitable[CoreState]]",
         *,
         timeout_s: float = _STATE_TIMEOUT_S,
         max_age_s: float = _MAX_STATE_AGE_S,
@@ -166,7 +169,7 @@ class LastState:
         self._state: CoreState | None = None
         self._received_s = time.monotonic()
 
-    async def get(self) -> CoreState | None:
+    async def get(self) -> "CoreState | None":
         """Return the current state, or the last one, or None if that is too old.
 
         Raises what `core_state` raises.
@@ -199,7 +202,7 @@ class ReplicaReporter:
 
     def start(
         self,
-        core_state: Callable[[], Awaitable[CoreState]],
+        core_state: "Callable[[], Awaitable[CoreState]]",
         num_inside: Callable[[], int],
         log_lines_dropped: Callable[[], int],
     ) -> None:

@@ -112,10 +112,10 @@ def application() -> Iterator[None]:
 def client(application: None) -> Iterator[Client]:
     from ray import serve
 
-    from deployments.app.application import Surroundings, build_replicas
+    from deployments.app.application import ClusterFacts, build_replicas
     from deployments.relay.replica_calls import HandleCalls
 
-    replicas = build_replicas(MODEL, ClusterConfig(), Surroundings())
+    replicas = build_replicas(MODEL, ClusterConfig(), ClusterFacts())
 
     class Front:
         """Ray Serve lets no ingress have a router of its own."""

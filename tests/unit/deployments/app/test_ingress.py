@@ -63,7 +63,7 @@ async def test_autoscaling_counts_only_requests_that_more_replicas_could_serve(
 
 async def asked(ingress: Any, token: str) -> int:
     """Status of a completion request: 404 for a known key, as there are no models, else 401."""
-    transport = httpx.ASGITransport(app=ingress._door)
+    transport = httpx.ASGITransport(app=ingress._drain)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         answer = await http.post(
             "/v1/completions", json={"model": "m"}, headers={"authorization": f"Bearer {token}"}

@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from deployments.app.application import Surroundings, build_application
+from deployments.app.application import ClusterFacts, build_application
 from deployments.app.ingress import IngressSettings
 from deployments.app.service import core_shares
 from deployments.config import ClusterConfig
 from deployments.config.model import ForkLimits, ModelConfig
 
 A, B = ModelConfig(name="a"), ModelConfig(name="b")
-HERE = Surroundings(num_replicas=1, core_shares={"Replica-a": 1})
+HERE = ClusterFacts(num_replicas=1, core_shares={"Replica-a": 1})
 
 
-def built(*models: ModelConfig, surroundings: Surroundings = HERE) -> dict[str, tuple[Any, ...]]:
+def built(*models: ModelConfig, facts: ClusterFacts = HERE) -> dict[str, tuple[Any, ...]]:
     """Return, per deployment, the facts that make Ray Serve replace its replicas."""
-    application = build_application(ClusterConfig(models=models), surroundings)
+    application = build_application(ClusterConfig(models=models), facts)
     gateway: Any = application._bound_deployment
     deployments = [gateway, *(each._bound_deployment for each in gateway.init_args[1:])]
     return {each.name: (each.version, each.ray_actor_options) for each in deployments}
@@ -28,7 +28,7 @@ def test_the_same_settings_replace_nothing() -> None:
 
 
 def test_a_new_model_replaces_neither_the_others_nor_the_gateway() -> None:
-    before, after = built(A), built(A, B, surroundings=replace(HERE, num_replicas=2))
+    before, after = built(A), built(A, B, facts=replace(HERE, num_replicas=2))
 
     assert before.items() <= after.items()
 
@@ -51,7 +51,7 @@ def test_gateway_limits_and_replica_counts_replace_nothing(change: dict[str, Any
 
 
 def test_a_restart_of_the_server_replaces_everything() -> None:
-    before, after = built(A), built(A, surroundings=replace(HERE, generation="other"))
+    before, after = built(A), built(A, facts=replace(HERE, generation="other"))
 
     assert set(before) == set(after) == {"Gateway", "Replica-a"}
     assert all(before[name] != after[name] for name in before)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployments.app.ingress import FrontDoor
+from deployments.app.ingress import DrainMiddleware
 from deployments.config.keys import ANONYMOUS, KeyConfig, hash_of
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of, watch_lag
@@ -335,10 +335,10 @@ async def test_requests_during_a_drain_are_counted() -> None:
         nonlocal num_late
         num_late += 1
 
-    door = FrontDoor(gateway_of(FakeReplicas(OK)), count)
-    async with client_of(door) as http:
+    drain = DrainMiddleware(gateway_of(FakeReplicas(OK)), count)
+    async with client_of(drain) as http:
         await http.post(CHAT, json={"model": "m"})
-        door.close()
+        drain.close()
         await http.post(CHAT, json={"model": "m"})
 
     assert num_late == 1

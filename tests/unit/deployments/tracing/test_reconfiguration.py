@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from deployments.app.application import Surroundings, build_application
+from deployments.app.application import ClusterFacts, build_application
 from deployments.app.ingress import IngressSettings
 from deployments.config import ClusterConfig
 from deployments.gateway.settings import gateway_settings
 from tests.fakes.replicas import FakeReplicas, gateway_of, settings_of
 
-HERE = Surroundings(num_replicas=1, core_shares={}, generation="one")
+HERE = ClusterFacts(num_replicas=1, core_shares={}, generation="one")
 ENDPOINT = "http://127.0.0.1:1"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from deployments.app.ingress import FrontDoor
+from deployments.app.ingress import DrainMiddleware
 
 EVENTS = [(b"content-type", b"text/event-stream")]
 
@@ -33,13 +33,15 @@ class Application:
 
 
 class Request:
-    """One request to a door, in its own task."""
+    """One request to a drain, in its own task."""
 
-    def __init__(self, door: FrontDoor, application: Application, path: str = "/v1/x") -> None:
+    def __init__(
+        self, drain: DrainMiddleware, application: Application, path: str = "/v1/x"
+    ) -> None:
         self.sent: list[dict[str, Any]] = []
         self._application = application
         scope = {"type": "http", "path": path, "method": "GET", "headers": []}
-        self.task = asyncio.create_task(door(scope, self._receive, self._send))
+        self.task = asyncio.create_task(drain(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
         return {"type": "http.request", "body": b""}
@@ -56,18 +58,18 @@ class Request:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-async def test_a_closed_door_refuses_new_requests_and_lets_the_others_finish() -> None:
+async def test_when_closed_it_refuses_new_requests_and_lets_the_others_finish() -> None:
     application = Application()
-    door = FrontDoor(application)
-    request = await Request(door, application).inside()
-    door.close()
-    transport = httpx.ASGITransport(app=door)
-    async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+    drain = DrainMiddleware(application)
+    request = await Request(drain, application).inside()
+    drain.close()
+    transport = httpx.ASGITransport(app=drain)
+    async with httpx.AsyncClient(transport=transport, base_url="http://drain") as client:
         refused = await client.get("/v1/x")
         health = await client.get("/health")
         live = await client.get("/live")
 
-    assert door.inside == 1
+    assert drain.inside == 1
     application.may_end.set()
     await request.task
 
@@ -75,7 +77,7 @@ async def test_a_closed_door_refuses_new_requests_and_lets_the_others_finish() -
     assert refused.json()["error"]["code"] == "draining"
     assert int(refused.headers["retry-after"]) > 0
     assert request.body == b"data: 1\n\nend"
-    assert door.inside == 0
+    assert drain.inside == 0
 
 
 async def test_a_cut_request_ends_with_an_error_that_fits_what_was_sent() -> None:
@@ -84,10 +86,10 @@ async def test_a_cut_request_ends_with_an_error_that_fits_what_was_sent() -> Non
         "event": Application(),
         "half": Application(piece=b"data: 1"),
     }
-    doors = {name: FrontDoor(application) for name, application in cases.items()}
-    requests = {name: await Request(doors[name], cases[name]).inside() for name in cases}
+    drains = {name: DrainMiddleware(application) for name, application in cases.items()}
+    requests = {name: await Request(drains[name], cases[name]).inside() for name in cases}
 
-    assert [door.cut() for door in doors.values()] == [1, 1, 1]
+    assert [drain.cut() for drain in drains.values()] == [1, 1, 1]
     await asyncio.gather(*(request.task for request in requests.values()))
 
     assert requests["unbegun"].sent[0]["status"] == 503
@@ -97,17 +99,17 @@ async def test_a_cut_request_ends_with_an_error_that_fits_what_was_sent() -> Non
     for name in ("event", "half"):
         assert requests[name].body.endswith(b"\n\ndata: [DONE]\n\n")
         assert requests[name].sent[-1]["more_body"] is False
-    assert [door.inside for door in doors.values()] == [0, 0, 0]
+    assert [drain.inside for drain in drains.values()] == [0, 0, 0]
 
 
 async def test_a_disconnect_is_not_a_cut() -> None:
     application = Application()
-    door = FrontDoor(application)
-    request = await Request(door, application).inside()
+    drain = DrainMiddleware(application)
+    request = await Request(drain, application).inside()
 
     request.task.cancel()
     results = await asyncio.gather(request.task, return_exceptions=True)
 
     assert isinstance(results[0], asyncio.CancelledError)
     assert request.body == b"data: 1\n\n"
-    assert door.inside == 0
+    assert drain.inside == 0
