@@ -139,15 +139,19 @@ class AparAsyncLLM(AsyncLLM):
             num_engines = self.vllm_config.parallel_config.data_parallel_size
             ranks: Sequence[int | None] = range(num_engines) if num_engines > 1 else [None]
             for rank in ranks:
-                for name, params in _warm_up_params():
-                    await self._warm_up_with(name, params, rank)
+                taken = [
+                    (name, params)
+                    for name, params in _warm_up_params()
+                    if await self._warm_up_with(name, params, rank)
+                ]
                 # Also steps with several rows of different kinds.
                 await asyncio.gather(
-                    *(self._warm_up_with(name, params, rank) for name, params in _warm_up_params())
+                    *(self._warm_up_with(name, params, rank) for name, params in taken)
                 )
         logger.info("engine warmed up", extra={"seconds": round(time.monotonic() - begin_s, 1)})
 
-    async def _warm_up_with(self, name: str, params: SamplingParams, rank: int | None) -> None:
+    async def _warm_up_with(self, name: str, params: SamplingParams, rank: int | None) -> bool:
+        """Answer a request; return whether the engine takes its parameters."""
         tokenizer: Any = self._input.tokenizer
         token_ids = [0] if tokenizer is None else tokenizer.encode(_WARM_UP_PROMPT)
         prompt = TokensPrompt(prompt_token_ids=token_ids)
@@ -158,8 +162,10 @@ class AparAsyncLLM(AsyncLLM):
         except (VLLMClientError, EngineGenerateError) as error:
             # Clients are refused in the same way, for example min_p with speculative decoding.
             logger.info("not warmed up", extra={"parameter": name, "reason": repr(error)})
+            return False
         finally:
             self.take_statistics(request_id)
+        return True
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         """Add a request as vLLM does, but forget it if it cannot be sent to the engine core."""
