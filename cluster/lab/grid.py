@@ -1,7 +1,7 @@
-"""Tasks in several processes: a grid of runs in virtual time.
+"""Worker processes for a grid of tasks, such as runs in virtual time.
 
-A worker is an object with a method `run(*task)`. Each process makes one and keeps it, because an
-engine or recorded data take seconds to load.
+A worker is an object with a method `run(*task)`. Each process creates one and keeps it, because an
+engine or recorded data takes seconds to load.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def worker_pool(
 ) -> Iterator[ProcessPoolExecutor]:
     """Provide a pool of processes, each of which calls `start` once, before its first task.
 
-    The processes are quiet, run on one thread, and end with their parent. An error or Ctrl-C in the
-    `with` block cancels the tasks that have not begun. An error of a task reaches the caller with
-    the task's future.
+    The processes discard standard error, use one OpenMP thread, and exit with their parent. An
+    exception or Ctrl-C in the `with` block cancels the tasks that have not started. An exception in
+    a task is raised by the task's future.
     """
-    # Spawned: a forked copy of a process with threads may wait for a lock forever.
+    # Spawn: a fork of a multi-threaded process may wait for a lock forever.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _prepare, (start, start_args))
     try:
         yield pool
@@ -36,24 +36,25 @@ def worker_pool(
 
 
 class Worker(Protocol):
-    """Does tasks; made once in each process."""
+    """Runs tasks; created once per process."""
 
     def run(self, *task: Any) -> Any:
-        """Do a task."""
+        """Run one task."""
 
     def close(self) -> None:
-        """Free what the worker holds, at the end of a run in this process."""
+        """Free resources at the end of a grid; called only if it runs in this process."""
 
 
 Grid = Callable[[Sequence[tuple[Any, ...]]], Iterator[tuple[tuple[Any, ...], Any]]]
-"""Does tasks, and yields each with its result as it ends."""
+"""Runs tasks and yields (task, result) pairs as they complete."""
 
 
 @contextmanager
 def grid(workers: int, make: Callable[..., Worker], *args: Any) -> Iterator[Grid]:
-    """Provide a grid whose workers are `make(*args)`: so many processes, or this one for 1.
+    """Provide a grid of `workers` processes, each with a worker `make(*args)`.
 
-    Arguments, tasks and results are pickled. An error of a task ends the grid, as in `worker_pool`.
+    With one worker, tasks run in this process; otherwise arguments, tasks and results are pickled.
+    An exception in a task ends the grid, as in `worker_pool`.
     """
     if workers == 1:
         with closing(make(*args)) as worker:
@@ -70,7 +71,7 @@ def grid(workers: int, make: Callable[..., Worker], *args: Any) -> Iterator[Grid
 
 
 _worker: Worker | None = None
-"""The worker of a pool's process."""
+"""The worker of this pool process."""
 
 
 def _make_worker(make: Callable[..., Worker], args: tuple[Any, ...]) -> None:
@@ -94,7 +95,7 @@ def _prepare(start: Callable[..., object] | None, start_args: tuple[Any, ...]) -
 
 
 def _end_with_parent() -> None:
-    # A parent that is killed does not end its pool.
+    # A killed parent does not shut its pool down.
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -1,16 +1,16 @@
 """`apar experiment calibrate`: measure the step costs of a real engine and write them to a file.
 
-Every step of a grid of rows, contexts and prefills is a sample: what it computed, how long the
-device was busy, and how long the engine core's own Python took. Tokens are replayed, as in all
-experiments. `StepCosts` are fitted to the samples and written to `step-costs.json`, which the
-option --costs of the other commands takes.
+Every step of a grid of rows, contexts and prefills is a sample: its batch, the time for which the
+device was busy, and the time of the engine core's own Python code. Tokens are replayed, as in all
+experiments. `StepCosts` are fitted to the samples and written to `step-costs.json`, which other
+commands accept as --costs.
 
-Every repeat takes the same steps, and the least time of each step counts: other work on the machine
-slows single steps down, and never speeds one up.
+All repeats run the same steps, and the shortest time of each step counts: other work on the machine
+only slows steps down.
 
-On a CPU the engine waits for the model, so the two times are measured apart. Where vLLM schedules
-ahead, on a GPU, they overlap. The device's time is then the time from output to output. The engine
-core's time is what is left of it after waiting for the output.
+On a CPU the engine waits for the model, so the two times are measured separately. With asynchronous
+scheduling, on a GPU, they overlap. The device's time is then the time from output to output, and
+the engine core's time is the part of it that is not spent waiting for the output.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _FIRST_TEXT_ID = 300
 _WARM_UP_STEPS = 10
 _SETTLING_STEPS = 2
 _PREFILLS = 2
-# Below what a clock can tell.
+# Below the resolution of a clock.
 _LEAST_S = 1e-9
-# Requests that fork, their forks, and a child's tokens: for the time of copied blocks, and of
-# blocks that several threads read.
+# Forking requests, forks of each, and tokens of a child: they measure the time of copied blocks,
+# and of blocks that several threads read.
 _FORKING_ROWS, _FORKS, _CHILD_TOKENS = 8, 6, 40
 _FORKING_TOKENS = 400
 
 
 class Grid(BaseModel):
-    """The steps to measure, and the engine that does them.
+    """The steps to measure, and the engine that runs them.
 
-    rows: sequences of a step. contexts: tokens that each of them attends to at first.
-    prefill: tokens of a prompt that is computed beside the rows.
-    steps: decoding steps at each point and repeat. repeats: passes over the grid.
+    rows: sequences per step. contexts: tokens that each of them attends to at first.
+    prefill: tokens of a prompt that is computed in the same step as the rows.
+    steps: decoding steps per point and repeat. repeats: passes over the grid.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,24 +73,24 @@ class Grid(BaseModel):
     prefill: tuple[PositiveInt, ...] = (16, 64, 256, 1024)
     steps: PositiveInt = 12
     repeats: PositiveInt = 3
-    engine: Mapping[str, Any] = Field({}, description="Further arguments of vLLM's engine.")
+    engine: Mapping[str, Any] = Field({}, description="Additional arguments of vLLM's engine.")
 
     @property
     def knots(self) -> list[int]:
-        """Tokens of a step at which the grid measures the time of matrix products."""
+        """Tokens per step at which the grid measures the time of matrix products."""
         return sorted({*self.rows, *self.prefill})
 
     def as_text(self) -> dict[str, str]:
-        """Return the settings to compare with those of an earlier run; it may get more repeats."""
+        """Return the settings to compare with those of an earlier run; repeats may be added."""
         values = self.model_dump(mode="json", exclude={"repeats"})
         return {name: str(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """A step: what it computed, and seconds of the device and of the engine core.
+    """A step: its batch, and seconds of the device and of the engine core.
 
-    host_s: None if other work came between this step and the one before.
+    host_s: None if other work came between this step and the previous one.
     """
 
     batch: StepBatch
@@ -99,10 +99,10 @@ class StepSample:
 
 
 class StepTimer:
-    """Takes a sample of every step of an engine whose core is in this process.
+    """Samples every step of an engine whose core is in this process.
 
-    Counting what a step reads takes the engine core milliseconds with hundreds of rows. That is in
-    no sample, but it lengthens a run; without `is_counting`, no sample is taken.
+    With hundreds of rows, counting the reads of a step takes milliseconds. Samples exclude this
+    time, but it lengthens the run. Set `is_counting` to False to take no samples.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class StepTimer:
         scheduler.update_from_output = timed_update
 
     def pause(self) -> None:
-        """Note that something else than the engine's next step comes now."""
+        """Note that other work comes before the engine's next step."""
         self._is_contiguous = False
 
     def _add_sample(self, step: Any) -> None:
@@ -168,7 +168,7 @@ class StepTimer:
 
 
 def batch_of(step: Any, scheduler: Any) -> StepBatch:
-    """Return what a step of vLLM's scheduler computes, as virtual engines count it."""
+    """Return the batch of a step of vLLM's scheduler, counted as virtual engines do."""
     num_rows = len(step.num_scheduled_tokens)
     num_tokens = int(step.total_num_scheduled_tokens)
     computed = sum(new.num_computed_tokens for new in step.scheduled_new_reqs)
@@ -187,7 +187,7 @@ def batch_of(step: Any, scheduler: Any) -> StepBatch:
 
 
 def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
-    """Measure the points that the folder does not have, fit, and write the costs' file.
+    """Measure the points that the folder does not have, fit step costs, and write their file.
 
     Raises EvaluationError for a folder with other settings, or a model that cannot be loaded.
     """
@@ -219,9 +219,9 @@ def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
 
 
 def least_samples(repeats: Sequence[Sequence[StepSample]]) -> list[StepSample]:
-    """Return the least times of each step over repeats.
+    """Return the shortest times of each step over repeats.
 
-    If repeats took different steps, all samples are returned as they are.
+    If the repeats ran different steps, all samples are returned unchanged.
     """
     batches = [[sample.batch for sample in samples] for samples in repeats]
     if any(each != batches[0] for each in batches):
@@ -235,7 +235,7 @@ def least_samples(repeats: Sequence[Sequence[StepSample]]) -> list[StepSample]:
 
 
 def on_gpu() -> bool:
-    """Whether engines of this machine run on a GPU."""
+    """Return whether engines on this machine use a GPU."""
     # Imports torch, which takes seconds.
     from torch.cuda import is_available
 
@@ -252,10 +252,10 @@ def fit_samples(
 ) -> StepFit:
     """Fit step costs to samples, the engine core's own time included.
 
-    on_gpu: whether a GPU took the samples. Without samples of threads that share KV blocks, reading
-        a block again is taken to be free elsewhere.
-    knots: tokens of a step between which the time of matrix products is linear; those above the
-        largest step count as absent.
+    on_gpu: whether the samples are from a GPU. If no sample has threads that share KV blocks,
+        reading a block again is assumed to be free on a CPU.
+    knots: tokens per step between which the time of matrix products is linear; those above the
+        largest step are ignored.
 
     Raises StepCostsError if the samples do not determine the costs.
     """
@@ -288,16 +288,16 @@ def _typical(samples: Sequence[StepSample]) -> list[tuple[StepBatch, float]]:
 
 
 def _mean_s(times: Sequence[float]) -> float:
-    """Return the mean, in which a time counts as twice the median at most.
+    """Return the mean of times, each clipped at twice the median.
 
-    A run's duration is a sum of steps, so the slower ones count; interruptions do not.
+    A run's duration is a sum of steps, so slow steps count, but interruptions should not.
     """
     most_s = 2 * statistics.median(times)
     return statistics.fmean(min(seconds, most_s) for seconds in times)
 
 
 def _knots(tokens: Sequence[int]) -> list[int]:
-    """Return numbers of tokens, each larger by 40% or more, at which there are samples."""
+    """Return token counts of samples, each at least 40% larger than the previous one."""
     knots: list[int] = []
     for number in sorted(set(tokens)):
         if not knots or number >= 1.4 * knots[-1]:
@@ -306,12 +306,12 @@ def _knots(tokens: Sequence[int]) -> list[int]:
 
 
 def _bucket(tokens: int) -> int:
-    """Return a number that grows by one with each fifth more tokens."""
+    """Return a logarithmic bucket: one higher for every 20% more tokens."""
     return round(math.log(tokens + 1) / math.log(1.2))
 
 
 def _host_line(samples: Sequence[StepSample]) -> tuple[float, float]:
-    """Lay a line through the engine core's median times by rows, by relative errors."""
+    """Fit a line to the engine core's median times by rows, minimizing relative errors."""
     by_rows: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.host_s is not None:
@@ -329,9 +329,9 @@ def _host_line(samples: Sequence[StepSample]) -> tuple[float, float]:
 def calibrated_engine(
     model: str, engine_args: Mapping[str, Any], *, kv_tokens: int, **limits: int
 ) -> OfflineEngine:
-    """Return an engine to measure, with limits of vLLM by name.
+    """Return an engine to measure; `limits` are arguments of vLLM.
 
-    On a CPU, its KV cache has `kv_tokens`; a GPU's memory decides otherwise.
+    On a CPU, its KV cache holds `kv_tokens`; on a GPU, the memory decides.
     """
     arguments: dict[str, Any] = {**limits, **engine_args}
     if on_gpu():
@@ -346,7 +346,7 @@ def _open_engine(grid: Grid) -> OfflineEngine:
     return calibrated_engine(
         grid.model,
         grid.engine,
-        # Rows do not fill their last blocks.
+        # The last block of a row is only partly filled.
         kv_tokens=most_rows * (longest + _room_tokens(grid) + 128) + max(grid.prefill),
         max_model_len=max(longest, *grid.prefill) + max(_room_tokens(grid), 2 * _FORKING_TOKENS),
         max_num_seqs=max(2 * most_rows, 2 * _FORKING_ROWS * _FORKS),
@@ -356,7 +356,7 @@ def _open_engine(grid: Grid) -> OfflineEngine:
 
 def _room_tokens(grid: Grid) -> int:
     """Return how many tokens a row may generate while a point is measured."""
-    # While the prompts of all rows are computed, the first rows generate already.
+    # While the prompts of all rows are computed, the first rows already generate tokens.
     prompts = max(grid.rows) * max(grid.contexts) // 2048 + max(grid.rows)
     after = (1 + _SETTLING_STEPS) * _PREFILLS * len(grid.prefill)
     return min(prompts, 256) + grid.steps + _WARM_UP_STEPS + after + 8
@@ -388,7 +388,7 @@ def _measure(
 
 
 def lack_of_room(engine: OfflineEngine, grid: Grid, rows: int, context: int) -> str | None:
-    """Say why an engine cannot run a point of the grid; None if it can."""
+    """Return why an engine cannot run a point of the grid; None if it can."""
     scheduler = engine.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     room = pool.get_num_free_blocks() * scheduler.block_size
@@ -409,7 +409,7 @@ def lack_of_room(engine: OfflineEngine, grid: Grid, rows: int, context: int) -> 
 def measure_point(
     engine: OfflineEngine, timer: StepTimer, grid: Grid, rows: int, context: int
 ) -> list[StepSample]:
-    """Measure the steps of one number of rows at one context, with and without prefill."""
+    """Measure steps with a number of rows at one context, with and without prefill."""
     llm_engine: Any = engine.llm.llm_engine
     scheduler = engine.scheduler
     scheduler.reset_prefix_cache()
@@ -446,8 +446,8 @@ def measure_point(
 def measure_forks(engine: OfflineEngine, timer: StepTimer, grid: Grid) -> list[StepSample]:
     """Measure steps in which threads fork and share KV blocks; none without control tokens.
 
-    Requests of the shortest and of the longest context fork, so that the samples tell apart what is
-    read once and what is read again.
+    Requests with the shortest and with the longest context fork, so that the fit can distinguish
+    first reads from repeated reads.
     """
     control = engine.control_tokens
     if control is None:
@@ -497,7 +497,7 @@ def _add(
 
 
 def _prompt(number: int, tokens: int) -> list[int]:
-    # Prompts that share no prefix, and thus no block.
+    # Prompts share no prefix, and thus no block.
     return [
         _FIRST_TEXT_ID + (number * 7919 + place * (place + number)) % 1000
         for place in range(tokens)
@@ -576,7 +576,7 @@ def _report(
     return Report(
         f"Step costs, measured: {costs.name}",
         {
-            "Costs": f"{folder / COSTS_FILE}: give it to other commands as --costs",
+            "Costs": f"{folder / COSTS_FILE}: pass it to other commands as --costs",
             "Engine": "schedules ahead: the device's time is from output to output"
             if schedules_ahead
             else "waits for each step",
@@ -585,8 +585,8 @@ def _report(
             f"median {fit.median_error:.1%}, 90% of them below {fit.p90_error:.1%}",
             "Attention": _attention(costs),
             "Copied KV block": f"{1e6 * costs.copied_block_s:.3g} us",
-            "Engine core": f"{1e6 * costs.host_base_s:.0f} us a step and "
-            f"{1e6 * costs.host_row_s:.1f} us a row",
+            "Engine core": f"{1e6 * costs.host_base_s:.0f} us per step and "
+            f"{1e6 * costs.host_row_s:.1f} us per row",
         },
         [decoding, prefill],
         {"steps": _figure(points, costs)},
@@ -595,7 +595,7 @@ def _report(
 
 
 def _attention(costs: StepCosts) -> str:
-    text = f"{1e9 * costs.attended_token_s:.3g} ns a token of KV cache"
+    text = f"{1e9 * costs.attended_token_s:.3g} ns per token of KV cache"
     if costs.repeated_token_s is None:
         return text
     again_ns = 1e9 * costs.repeated_token_s
@@ -631,12 +631,12 @@ def _table(
         Column("error %", "+.1f"),
         Column("engine core ms", ".2f"),
     )
-    note = "Medians of single steps, each the least of its repeats."
+    note = "Medians over steps, each with the shortest time of its repeats."
     return ReportTable(name, title, columns, tuple(rows), note=note)
 
 
 def _figure(points: Mapping[tuple[int, int], Sequence[StepSample]], costs: StepCosts) -> Figure:
-    """Return the time of decoding steps by rows, a line for each context."""
+    """Draw the time of decoding steps by rows, with one line per context."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from cluster.lab.virtual.executor import StepTotals
 
 ProgramFactory = Callable[[int], Program]
-"""Makes the program of the question at an index, anew for each run."""
+"""Creates a new program for the question at an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
     """A run: its questions, conditions and load.
 
-    clients: the most questions that their clients have under way at once, for methods whose
-        requests the engine cannot limit; None: all questions are submitted at the start.
-    is_closed_loop: each answer is followed by the next question, and latency counts from there.
-    has_fillers: further questions keep the engine busy before and after the measured ones of a
-        closed loop, so that all see the same concurrency.
+    clients: maximum number of questions in flight, for closed loops and for methods whose requests
+        the engine cannot limit; None: all questions are submitted at the start.
+    is_closed_loop: each answer is followed by the next question, whose latency counts from then.
+    has_fillers: in a closed loop, unmeasured questions run before and after the measured ones, so
+        that all of these see the same concurrency.
     costs: replace those of a virtual engine.
     """
 
@@ -47,10 +47,9 @@ class RunPlan:
 class Served:
     """One answered question of a run.
 
-    arrival_s: by the run's clock.
-    latency_s: from its arrival, with its time in the queue. All questions arrive at the start of a
-        run, but in a closed loop.
-    statistics: of its tree, for a question that is one request.
+    arrival_s: on the run's clock. Except in a closed loop, all questions arrive at the start.
+    latency_s: from arrival, time in the queue included.
+    statistics: statistics of its tree, if the question is one request.
     """
 
     answer_id: str
@@ -63,7 +62,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A run. Everything but `served` includes warm-up and fillers of a closed loop."""
+    """Measurements of a run. All but `served` include warm-up and fillers of a closed loop."""
 
     duration_s: float
     served: tuple[Served, ...]
@@ -91,7 +90,7 @@ class _Client:
 def drive(engine: ExperimentEngine, plan: RunPlan, *, sample_s: float) -> Drive:
     """Answer every question once, and return the measurements.
 
-    Raises EvaluationError if an answer is not the recorded one.
+    Raises EvaluationError if an answer differs from the recorded one.
     """
     run = _Run(engine, plan, sample_s)
     while run.num_left:
@@ -115,17 +114,17 @@ class _Run:
         self._coming = question_order(plan.num_questions, fillers)
         self._num_clients = 0
         self._names = count()
-        # By the engine's external request id.
+        # By external request id.
         self._clients: dict[str, tuple[_Client, str]] = {}
-        # Those of them that a question began with.
+        # Ids of each question's first requests.
         self._first: set[str] = set()
-        # By the time at which they reach the engine.
+        # Heap by the time at which they reach the engine.
         self._delayed: list[tuple[float, int, str, Submission]] = []
         self._start_s = self._clock()
         self._sampler = Sampler(sample_s, self._clock, self._has_pending)
 
     def submit(self) -> None:
-        """Submit as many questions as the clients may have under way."""
+        """Submit questions up to the clients' limit."""
         plan = self._plan
         room = None if plan.clients is None else plan.clients - self._num_clients
         for index, is_measured in islice(self._coming, room):
@@ -136,7 +135,7 @@ class _Run:
             self._first.update(self._submit(client, client.program.start()))
 
     def step(self) -> None:
-        """Do one step of the engine, and let the programs act on its outputs."""
+        """Run one step of the engine, and let the programs act on its outputs."""
         engine = self._engine
         self._deliver()
         counts = engine.counts
@@ -151,11 +150,11 @@ class _Run:
             self._take(output)
 
     def result(self) -> Drive:
-        """Return the measurements, and end whatever keeps the engine busy."""
+        """Return the measurements, and abort remaining requests."""
         engine = self._engine
         counters = engine.scheduler.admission.counters
         delayed = sum(counters.delayed.values())
-        # Copies: the steps that end the run do not count.
+        # Copies, because the steps that end the run do not count.
         drive = Drive(
             duration_s=self._clock() - self._start_s,
             served=tuple(self._served),
@@ -172,7 +171,7 @@ class _Run:
         return drive
 
     def _has_pending(self) -> bool:
-        """Return whether a question waits that has not begun, in the engine or outside.
+        """Return whether a question that has not started is waiting, in the engine or outside.
 
         Later submissions of a question do not count, so that all methods are measured over the
         same part of a run.
@@ -196,9 +195,9 @@ class _Run:
         return request_ids
 
     def _deliver(self) -> None:
-        """Submit the delayed requests that are due; time passes if there is nothing else to do."""
+        """Submit the delayed requests that are due; advance the clock if the engine is idle."""
         if self._delayed and not self._engine.llm_engine.has_unfinished_requests():
-            assert self._engine.device is not None, "only virtual time can be made to pass"
+            assert self._engine.device is not None, "only a virtual clock can be advanced"
             self._engine.device.clock.advance_to(self._delayed[0][0])
         while self._delayed and self._delayed[0][0] <= self._clock():
             _, _, request_id, submission = heappop(self._delayed)
@@ -241,14 +240,14 @@ class _Run:
 
 
 def question_order(number: int, concurrency: int | None) -> Iterator[tuple[int, bool]]:
-    """Return the indices of questions in order, and whether each is measured.
+    """Return (index, is measured) of the questions in order.
 
-    With a concurrency, questions that are not measured come before and after.
+    With a concurrency, unmeasured questions come before and after the measured ones.
     """
     measured = ((index, True) for index in range(number))
     if concurrency is None:
         return measured
     fillers = range(number)
-    # The last questions warm up, so that the measured ones do not come twice in a row.
+    # Warm up with the last questions, so that no measured one soon comes a second time.
     first = ((index, False) for index in islice(cycle(reversed(fillers)), concurrency))
     return chain(first, measured, ((index, False) for index in cycle(fillers)))

@@ -39,8 +39,8 @@ class Conditions:
     """The conditions of a run.
 
     num_blocks: KV blocks that it may use; None: all.
-    max_requests: limit on the requests that run at once, kept by the engine.
-    token_time_s: time per token that the adaptive policy keeps to.
+    max_requests: limit on concurrent requests, enforced by the engine.
+    token_time_s: time per token that the adaptive policy aims for.
     growth_reserve_tokens: as in `ForkSettings`; 0 admits requests as vLLM does.
     """
 
@@ -59,7 +59,7 @@ class StepCounts:
     text_tokens: generated tokens without control and end tokens.
     computed_tokens: tokens that went through the model.
     sequences: requests and forked threads.
-    peak_kv_tokens: the most tokens that held blocks had room for.
+    peak_kv_tokens: largest token capacity of held blocks.
     """
 
     steps: int = 0
@@ -109,7 +109,7 @@ class ExperimentEngine:
 
     @property
     def kv_tokens_in_use(self) -> int:
-        """Tokens that held blocks have room for."""
+        """Token capacity of held blocks."""
         free = self._pool.get_num_free_blocks()
         return (self.num_blocks - len(self._ballast) - int(free)) * self.block_size
 
@@ -120,9 +120,9 @@ class ExperimentEngine:
 
     @property
     def prompt_tokens(self) -> int:
-        """Computed tokens that were not generated in the step before.
+        """Computed tokens that were not generated in the previous step.
 
-        Prompts, first tokens of children, and tokens that preemptions make the engine recompute.
+        Prompts, first tokens of children, and tokens that the engine recomputes after preemptions.
         """
         generated = int(self.scheduler.num_generated_tokens) - self._before[1]
         # A sequence's last token is not computed.
@@ -134,7 +134,7 @@ class ExperimentEngine:
         return self.counts.sequences + self.num_forks
 
     def waiting_requests(self) -> set[str]:
-        """Ids, as submitted, of requests of which nothing has been computed yet."""
+        """Return the ids, as submitted, of requests of which nothing has been computed yet."""
         groups = self.scheduler.threads
         states = self.llm_engine.output_processor.request_states
         return {
@@ -152,7 +152,7 @@ class ExperimentEngine:
         blocks.
         """
         if self.scheduler.requests:
-            raise EngineError(f"{len(self.scheduler.requests)} threads run: no run may begin")
+            raise EngineError(f"cannot start: {len(self.scheduler.requests)} threads are running")
         self._limit_blocks(conditions.num_blocks)
         scheduler = self.scheduler
         scheduler.gate.max_requests = conditions.max_requests
@@ -184,7 +184,7 @@ class ExperimentEngine:
         )
 
     def finish(self) -> None:
-        """Abort what still runs, and take the results of steps in flight."""
+        """Abort running requests, and finish the steps in flight."""
         self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), True)
         core = self.llm_engine.engine_core.engine_core
         while core.batch_queue or self.scheduler.has_requests():
@@ -246,7 +246,7 @@ class ExperimentEngine:
 
 
 def open_engine(settings: ExperimentSettings, model: str) -> ExperimentEngine:
-    """Return an engine for a model, whose KV cache is as large as any run of it needs.
+    """Return an engine for a model, with a KV cache large enough for each of its runs.
 
     Raises EvaluationError if the model has no control tokens.
     """
@@ -267,7 +267,7 @@ def hidden_ids(engine: OfflineEngine, model: str) -> tuple[int, int, int]:
 
 
 def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentEngine) -> Workload:
-    """Return the questions of a trace by name, as tokens of an engine."""
+    """Return the questions of a trace, by its name, as tokens of an engine."""
     # These import transformers, which takes seconds.
     from apar_core.offline.evaluation.replay_text import load_text
     from cluster.lab.virtual.text import virtual_text
@@ -322,12 +322,12 @@ def _real_engine(settings: ExperimentSettings, model: str) -> OfflineEngine:
 def replaying_engine(
     model: str, arguments: Mapping[str, Any], kv_tokens: int | None = None
 ) -> OfflineEngine:
-    """Return an engine that replays answers, with arguments of vLLM.
+    """Return an engine that replays answers; `arguments` are those of vLLM.
 
-    model: preset, folder or Hugging Face name. kv_tokens: tokens of the KV cache, for which
-    `arguments` need a `block_size`; None: vLLM decides.
+    model: preset, folder or Hugging Face name. kv_tokens: tokens of the KV cache, which requires a
+    `block_size` in `arguments`; None: vLLM decides.
     """
-    # Several engines of a machine would otherwise bind themselves to the same cores.
+    # Several engines on one machine would otherwise bind to the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Imports vLLM, which takes seconds.
     from apar_core.engine.offline_engine import OfflineEngine
@@ -339,15 +339,15 @@ def replaying_engine(
         block_size = int(arguments["block_size"])
         # One block is vLLM's null block.
         num_blocks = kv_tokens // block_size + 1
-        # Without a number of bytes, vLLM would ask for nearly all of the memory. Twice the model's
-        # own, since the cache may be in float32.
+        # Without a size, vLLM would ask for nearly all of the memory. Twice the size for the
+        # model's own type, since the cache may be in float32.
         kv_bytes = 2 * num_blocks * block_size * find_model(path).kv_bytes_per_token
         memory = {"num_gpu_blocks_override": num_blocks, "kv_cache_memory_bytes": kv_bytes}
     return OfflineEngine(path, logits_processors=[REPLAY], **{**memory, **arguments})
 
 
 def write_random_model(name: str, folder: Path) -> Path:
-    """Write a checkpoint's folder without weights, for `load_format` "dummy", and return it.
+    """Write a checkpoint folder without weights, for `load_format` "dummy", and return it.
 
     name: a model whose dimensions are known, or a config.json. The tokenizer is the stand-in for
     Llama's, with control tokens. Raises StepCostsError for an unknown model.

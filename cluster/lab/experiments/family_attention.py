@@ -1,8 +1,8 @@
-"""Predict family attention: rows of a request read the KV blocks that they share once.
+"""Predictions for family attention, in which rows read the KV blocks that they share once.
 
 Recorded answers are replayed in virtual time, forked and sequentially, at several sizes of the KV
-cache and at several concurrencies. The steps of a run depend on its number of KV blocks only. So
-each run is done once, and `recorded_steps.py` gives it the times of every GPU, with and without
+cache and at several concurrencies. The steps of a run depend only on its number of KV blocks. So
+each run is executed once, and `recorded_steps.py` applies the times of every GPU, with and without
 groups of rows. All times are predicted, and so is the cost of a group (`step_costs/predict.py`).
 """
 
@@ -68,12 +68,12 @@ NESTED: Literal["nested"] = "nested"
 ACROSS: Literal["across"] = "across"
 STEPS_FOLDER = "steps"
 BLOCK_SIZE = 16
-# Thresholds tried where a run is recorded with all of them.
+# Thresholds to try, in runs that are recorded with all of them.
 PREFIX_BLOCKS = (1, 2, 4, 8, 16, 32)
 LEAST_ROWS = (2, 3, 4, 6)
-# As in figure 5b: a closed loop settles with so many answers for each request.
+# As in figure 5b: answers per concurrent request with which a closed loop settles.
 _ANSWERS_PER_CLIENT, _LEAST_ANSWERS = 4, 48
-# Beside the answers' own 2,048 tokens.
+# Context length, with room beyond the 2,048 tokens of the answers.
 _CONTEXT = 4096
 
 
@@ -94,10 +94,10 @@ class FamilyAttentionSettings(BaseModel):
     kv_shares: KvShares = Field((0.1, 0.3, 0.5, 0.9), min_length=1)
     concurrencies: tuple[PositiveInt, ...] = (1, 8, 32, 128, 350)
     closed_kv_tokens: PositiveInt = Field(
-        98_304, description="KV cache of closed loops, on every engine whose own is as large."
+        98_304, description="Tokens of KV cache in closed loops, on engines with at least as many."
     )
     system_tokens: NonNegativeInt = Field(512, description="Tokens of a shared system prompt.")
-    system_share: PositiveFloat = Field(0.3, description="Share of the KV cache beside it.", le=1)
+    system_share: PositiveFloat = Field(0.3, description="Share of the KV cache with it.", le=1)
     sample_s: PositiveFloat = 3.0
     growth_reserve_tokens: NonNegativeInt = 8
     seed: int = 0
@@ -108,7 +108,7 @@ class FamilyAttentionSettings(BaseModel):
         for name in names:
             size, colon, number = name.partition(":")
             if colon and not (number.isdecimal() and int(number) > 0):
-                raise ValueError(f"{name!r}: the GPUs of an engine after ':' must be 1 or more")
+                raise ValueError(f"{name!r}: the number of GPUs after ':' must be 1 or more")
             try:
                 find_model(size)
             except StepCostsError as error:
@@ -122,10 +122,10 @@ class FamilyAttentionSettings(BaseModel):
         return {STRUCTURED: self.trace, **mixed}
 
     def as_text(self) -> dict[str, str]:
-        """Return what all runs of a folder share; points may be added."""
+        """Return the settings that all runs of a folder share; points may be added."""
         own = {"answers", "max_tokens", "growth_reserve_tokens", "seed"}
         values = {name: str(getattr(self, name)) for name in sorted(own)}
-        # Of the forking answers only: the others may be added.
+        # Only of the forking trace: the mixed trace may be added.
         values["trace_sha256"] = file_digest(self.trace)
         return values | {"block_size": str(BLOCK_SIZE)}
 
@@ -135,7 +135,7 @@ class FamilyAttentionSettings(BaseModel):
         return tuple(Engine(name, gpu) for name in self.models for gpu in self.gpus)
 
     def limit(self, engine: Engine) -> int:
-        """Return how many requests run at once at most."""
+        """Return the maximum number of concurrent requests."""
         if self.max_requests is not None:
             return self.max_requests
         is_large = engine.size.name.endswith("13b")
@@ -144,7 +144,7 @@ class FamilyAttentionSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Engine:
-    """A model on a GPU, or on several: its name as "llama-3-70b:4"."""
+    """A model on one GPU, or on several, with a name such as "llama-3-70b:4"."""
 
     model: str
     gpu: str
@@ -191,7 +191,7 @@ class RunName(BaseModel):
 
     @property
     def richer(self) -> RunName:
-        """The run with the same steps that also has thresholds."""
+        """The run with the same steps that is also recorded with thresholds."""
         return self.model_copy(update={"has_thresholds": self.method == EAGER})
 
     def __str__(self) -> str:
@@ -227,7 +227,7 @@ class Point:
         return self.closed_kv_tokens is not None
 
     def run(self, method: str) -> RunName:
-        """Return the run whose steps a method takes at this point."""
+        """Return the run whose steps a method runs at this point."""
         return RunName(
             num_blocks=self.kv_blocks,
             trace=self.trace,
@@ -287,7 +287,7 @@ def groupings(run: RunName) -> dict[str, Grouping]:
 
 
 class Worker:
-    """Does runs in this process; it keeps its engine and the questions from run to run."""
+    """Executes runs in this process; keeps its engine and the questions from run to run."""
 
     def __init__(self, settings: FamilyAttentionSettings) -> None:
         # Imports vLLM, which takes seconds.
@@ -310,7 +310,7 @@ class Worker:
         self._workloads: dict[tuple[str, int], Workload] = {}
 
     def run(self, name: RunName) -> RecordedSteps:
-        """Do a run. Raises EvaluationError for a KV cache too small for the questions."""
+        """Execute a run. Raises EvaluationError for a KV cache too small for the questions."""
         from cluster.lab.experiments.driver import RunPlan, drive
         from cluster.lab.experiments.engine import Conditions
 
@@ -318,9 +318,9 @@ class Worker:
         workload = self._workload(name)
         if name.num_blocks * BLOCK_SIZE < workload.longest_tokens:
             raise EvaluationError(
-                f"{name.num_blocks} KV blocks hold {name.num_blocks * BLOCK_SIZE} tokens, a "
-                f"question of the {name.trace} trace up to {workload.longest_tokens}: give larger "
-                "--kv-shares"
+                f"{name.num_blocks} KV blocks hold {name.num_blocks * BLOCK_SIZE} tokens, but a "
+                f"question of the {name.trace} trace may need {workload.longest_tokens}: give "
+                "larger --kv-shares"
             )
         questions, marker = workload.questions, workload.marker_id
         number = len(questions)
@@ -341,7 +341,7 @@ class Worker:
         device = self._engine.device
         assert device is not None
         recorder = StepRecorder(device, BLOCK_SIZE, groupings(name))
-        # A sample for each step.
+        # One sample per step.
         return recorder.steps(drive(self._engine, plan, sample_s=1.0))
 
     def close(self) -> None:
@@ -359,7 +359,7 @@ class Worker:
 def _workload(
     settings: FamilyAttentionSettings, engine: ExperimentEngine, trace: str, system_tokens: int
 ) -> Workload:
-    """Return the questions of a trace, after a system prompt of so many tokens."""
+    """Return the questions of a trace, after a system prompt of `system_tokens` tokens."""
     from cluster.lab.experiments.methods import load_workload, marker_id
     from cluster.lab.virtual.text import TEXT_IDS, virtual_text
 
@@ -377,23 +377,23 @@ def _workload(
     )
     system = tuple(TEXT_IDS[index % len(TEXT_IDS)] for index in range(system_tokens))
 
-    def behind(question: Question) -> Question:
+    def after_it(question: Question) -> Question:
         answer = question.answer
         return replace(question, answer=replace(answer, prompt_ids=system + answer.prompt_ids))
 
-    return Workload([behind(each) for each in workload.questions], workload.marker_id)
+    return Workload([after_it(each) for each in workload.questions], workload.marker_id)
 
 
 def do_runs(
     settings: FamilyAttentionSettings, folder: Path, start_stage: StartStage, workers: int
 ) -> None:
-    """Do the runs whose steps the folder does not have."""
-    # Refuses a folder of other settings, and marks the runs that are complete.
+    """Execute the runs whose steps the folder does not have."""
+    # Refuses a folder with other settings, and marks completed runs.
     store = PartStore(folder, settings.as_text())
     names = dict.fromkeys(
         each.run(method) for each in points(settings) for method in (SEQUENTIAL, EAGER)
     )
-    # Thresholds change no step.
+    # Thresholds do not change steps, so a run with them also serves where they are not needed.
     missing = [
         name
         for name in names
@@ -414,7 +414,7 @@ def do_runs(
 
 
 def load_run(folder: Path, settings: FamilyAttentionSettings, name: RunName) -> RecordedSteps:
-    """Return the steps of a run that has been done, perhaps with thresholds."""
+    """Return the stored steps of a run, or those of the same run with thresholds."""
     has_own = PartStore(folder, settings.as_text()).has(str(name))
     return RecordedSteps.load(_path(folder, name if has_own else name.richer))
 
@@ -428,7 +428,11 @@ def _path(folder: Path, name: RunName) -> Path:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way of attention. `is_free`: groups cost nothing. saved_share: of the ideal saving."""
+    """A variant of attention.
+
+    is_free: groups cost nothing. saved_share: share of the ideal saving. has_least_saving: steps
+    that save too few blocks are not grouped.
+    """
 
     title: str
     method: str
@@ -458,9 +462,9 @@ VARIANTS = {
 
 
 class Ratio(BaseModel):
-    """A variant over sequential decoding as it is today.
+    """A variant relative to sequential decoding as it is today.
 
-    throughput: sampled as in appendix C.2; None where fewer than three samples count.
+    throughput: sampled as in appendix C.2; None if fewer than three samples are left.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -473,13 +477,13 @@ class Ratio(BaseModel):
 class Prediction(BaseModel):
     """Predictions at one point.
 
-    kv_tokens: of the point's share. rows, attended_tokens: means over the steps of forked decoding.
+    kv_tokens: tokens of the point's share. rows, attended_tokens: means over the steps of forked
+        decoding.
     grouped_steps: share of its steps whose rows are grouped. groups, grouped_rows: means over steps
         with any group.
-    saved_share: of the blocks that a step's rows read.
-    step_ms: mean of forked decoding today. saved_ms, cost_ms: means over all steps if the rows of
-        every step are grouped, and what the model takes for it; the gain is gone where the cost is
-        as high as the saving.
+    saved_share: share of the block reads of a step's rows that groups save.
+    step_ms: mean of forked decoding today. saved_ms, cost_ms: mean saving and modeled cost over all
+        steps if the rows of every step are grouped; there is a gain if the saving is larger.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -512,7 +516,7 @@ class Prediction(BaseModel):
 
 
 def predict(point: Point, runs: dict[RunName, RecordedSteps], sample_s: float) -> Prediction:
-    """Return the times of a point's runs in every way of attention."""
+    """Predict a point's runs with every variant of attention."""
     engine, costs = point.engine, point.engine.costs
     settings = FamilySettings.for_blocks(engine.block_layer_bytes)
     free = replace(costs, group_pass_s=0.0, group_s=0.0, grouped_row_s=0.0)
@@ -534,7 +538,7 @@ def predict(point: Point, runs: dict[RunName, RecordedSteps], sample_s: float) -
     forked = runs[point.run(EAGER)]
     batches, shared = forked.batches, forked.shared
     saved, passes, groups, grouped_rows = shared[FAMILY].T
-    # The reading of attended tokens in whole blocks, as blocks are counted.
+    # Attended tokens in blocks, the unit of saved reads.
     blocks = batches[:, 2] / BLOCK_SIZE
     cost_s = (
         costs.group_pass_s * passes + costs.group_s * groups + costs.grouped_row_s * grouped_rows
@@ -604,12 +608,12 @@ PREDICTIONS_FILE = "predictions.jsonl"
 def report_family_attention(
     settings: FamilyAttentionSettings, folder: Path, start_stage: StartStage, *, workers: int = 1
 ) -> Report:
-    """Do the missing runs, predict all points, and report them; also as JSON lines in the folder.
+    """Execute missing runs, predict all points, and report them, also as JSON lines in the folder.
 
     Raises EvaluationError for a trace that cannot be read, and a folder with other settings.
     """
     for path in settings.traces.values():
-        # Before engines are started.
+        # Fail before engines are started.
         read_trace(path, limit=1)
     do_runs(settings, folder, start_stage, workers)
     every = list(points(settings))
@@ -672,7 +676,7 @@ _SHOWN = (
 
 
 def ratio_table(found: Sequence[Prediction]) -> ReportTable:
-    """Return every way of attention over sequential decoding as it is today."""
+    """Return every variant of attention relative to sequential decoding as it is today."""
 
     def text(ratio: Ratio) -> str:
         sampled = "-" if ratio.throughput is None else f"{ratio.throughput:.2f}"
@@ -683,15 +687,15 @@ def ratio_table(found: Sequence[Prediction]) -> ReportTable:
         "Over sequential decoding today: throughput sampled / of the whole run / mean latency",
         (*_PLACE, *(Column(title) for _, title in _SHOWN)),
         tuple((*_place(each), *(text(each.ratios[name]) for name, _ in _SHOWN)) for each in found),
-        note="Forked, but for the last column. today: each row reads its own KV blocks. family: as "
-        "`attention: family` groups rows. 80 %: a kernel that saves 80 % of the reading. free: "
-        "groups cost nothing. nested: several levels within a request. system + family: two "
-        "levels, the first across requests.",
+        note="Forked, except for the last column. today: each row reads its own KV blocks. family: "
+        "rows are grouped as by `attention: family`. 80 %: a kernel that achieves 80 % of the "
+        "saving. free: groups cost nothing. nested: several levels within a request. system + "
+        "family: two levels, the first across requests.",
     )
 
 
 def cost_table(found: Sequence[Prediction]) -> ReportTable:
-    """Return what groups save per step, and what they cost in the model."""
+    """Return the saving of groups per step, and their modeled cost."""
     columns = (
         Column("rows a step", ".0f"),
         Column("groups", ".0f"),
@@ -717,10 +721,9 @@ def cost_table(found: Sequence[Prediction]) -> ReportTable:
         "Forked decoding, means over its steps",
         (*_PLACE, *columns),
         tuple(rows),
-        note="saved: time of the reads that groups save if every step is grouped, and so what a "
-        "step may lose to groups before the gain is gone. cost: what the model takes for it. "
-        "grouped steps: share of the steps that save at least 64 MiB per layer, below which rows "
-        "are read one by one.",
+        note="saved: time of the reads that groups save if every step is grouped; there is a gain "
+        "as long as groups cost less. cost: their modeled cost. grouped steps: share of the steps "
+        "that save at least 64 MiB per layer; rows of other steps are read one by one.",
     )
 
 
@@ -735,8 +738,8 @@ def _threshold_tables(found: Sequence[Prediction]) -> list[ReportTable]:
             "Thresholds: speed of forked decoding over today's, with every step grouped",
             (*_PLACE, *(Column(name, ".3f") for name in names)),
             tuple((*_place(each), *(each.thresholds[name] for name in names)) for each in swept),
-            note="blocks N: groups with at least so many common blocks, of 2 rows or more. rows N: "
-            "groups with at least so many rows, and 1 block or more.",
+            note="blocks N: groups of 2 or more rows with at least N common blocks. rows N: groups "
+            "of at least N rows with 1 or more common blocks.",
         )
     ]
 

@@ -1,7 +1,7 @@
 """Tokens and blocks that a fork costs, compared with the same forks through prefix caching.
 
-Clients that fork by sending completions again rely on prefix caching: each child looks for its
-prefix in the cache, which holds whole blocks only.
+Clients that fork by sending new completions rely on prefix caching: each child looks for its prefix
+in the cache, which holds only whole blocks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def fork_cost_table(costs: Mapping[str, ForkCounters], block_size: int) -> Repor
 
 
 def fork_cost_figure(costs: Mapping[str, ForkCounters]) -> Figure:
-    """Return tokens computed and blocks copied per fork, a bar for each method."""
+    """Return tokens computed and blocks copied per fork, with a bar for each method."""
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(11, 2.4), layout="constrained")
         computed, copied = figure.subplots(1, 2, sharey=True)

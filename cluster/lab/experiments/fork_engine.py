@@ -51,10 +51,10 @@ class ReplayingForkEngine:
         *,
         forks: bool,
     ) -> list[GeneratedAnswer]:
-        """Answer prompts of token ids; each may fork or none.
+        """Answer prompts of token ids; `forks` applies to all of them.
 
-        A greedy answer that may fork is watched for banned control tokens: vLLM's log-probabilities
-        are those before the bans.
+        In greedy answers that may fork, tokens are counted where the model preferred a banned
+        control token: vLLM's log-probabilities are those before the bans.
         """
         watched = [forks and bool(self._watched) and each["temperature"] == 0 for each in sampling]
         arguments = [
@@ -80,7 +80,7 @@ class ReplayingForkEngine:
         )
         rows = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
         prompts_of_vllm: list[Any] = [{"prompt_token_ids": row} for row in rows]
-        # Any: vLLM also has a flat form, which nobody asked for.
+        # Any: vLLM also has a flat form, which is not requested here.
         outputs: list[Any] = self._engine.llm.generate(prompts_of_vllm, params, use_tqdm=False)
         return [
             -sum(
@@ -95,10 +95,10 @@ class ReplayingForkEngine:
     def run(
         self, answers: Sequence[ReplayedAnswer], *, requests: int, num_answers: int
     ) -> RunFigures:
-        """Replay answers in a closed loop of so many requests; measure `num_answers` of them.
+        """Replay answers in a closed loop of `requests` requests; measure `num_answers` of them.
 
         Further answers keep the engine busy before and after. The KV cache is empty at the start.
-        Raises EvaluationError if the engine generates another text than an answer's.
+        Raises EvaluationError if a generated text differs from its answer.
         """
         # Imports transformers, which takes seconds.
         from apar_core.offline.evaluation.forks import RunFigures
@@ -111,7 +111,7 @@ class ReplayingForkEngine:
         found = drive(self._measured, plan, sample_s=_NO_SAMPLES_S)
         text_tokens = sum(each.text_tokens for each in found.served)
         known = [each.statistics for each in found.served if each.statistics is not None]
-        # A parent that waited did not generate what stands between its children.
+        # A parent that waited did not generate the text between its children.
         generated = text_tokens - sum(each.forced_tokens for each in known)
         return RunFigures(
             answers=len(found.served),
@@ -168,7 +168,7 @@ class ReplayingForkEngine:
         )
 
     def _is_misplaced(self, token: TextToken) -> bool:
-        """Return whether the model would rather have generated a control token."""
+        """Return whether the model preferred a control token."""
         if token.logprobs is None:
             return False
         # The first column has the token itself, the second one the most likely token.

@@ -1,4 +1,4 @@
-"""The methods of answering that are compared, and the questions that all of them answer."""
+"""The methods to compare, and the questions that all of them answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ADAPTIVE = "adaptive"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A recorded answer, and the prompts of skeleton-of-thought for it."""
+    """A recorded answer, and its prompts for skeleton-of-thought."""
 
     answer: ReplayAnswer
     prompts: SkeletonPrompts
@@ -43,13 +43,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way of answering.
+    """A method of answering questions.
 
-    build: makes the program of a question; the number is the marker token of `peers.py`.
+    build: creates the program of a question; the number is the marker token of `peers.py`.
     policy: the engine's fork policy.
     reserves: the engine keeps KV cache free for growing threads (`growth_reserve_tokens`).
-    is_one_request: a question is one request, so that the engine can limit requests. The client
-        limits them for the others.
+    is_one_request: a question is one request, so that the engine can limit concurrent requests. For
+        the other methods, the client limits them.
     """
 
     name: str
@@ -125,14 +125,14 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The questions of a run, in order. `marker_id` is a token that no text has."""
+    """The questions of a run, in order. `marker_id` is a token that occurs in no text."""
 
     questions: Sequence[Question]
     marker_id: int
 
     @property
     def longest_tokens(self) -> int:
-        """A bound on the longest sequence of any method."""
+        """Upper bound on the tokens of any method's longest sequence."""
         return max(map(longest_sequence, self.questions))
 
 
@@ -147,9 +147,9 @@ def load_workload(
     max_sequence_tokens: int,
     seed: int,
 ) -> Workload:
-    """Return `number` questions of a trace: a sample of a longer one, or its repetitions.
+    """Return `number` questions of a trace: a sample, or repetitions if it has fewer.
 
-    Left out are answers longer than `max_tokens` with their prompt, and those for which another
+    Answers longer than `max_tokens`, prompt included, are left out. So are those for which another
     method may need a sequence longer than `max_sequence_tokens`. Raises EvaluationError for a trace
     that cannot be read or has no answer that fits.
     """
@@ -172,10 +172,10 @@ def load_workload(
 
 
 def marker_id(tokenizer: Any, taken_ids: Sequence[int]) -> int:
-    """Return a token that no text has, and that no engine bans or ends a sequence with.
+    """Return a token that occurs in no text, and that no engine bans or ends a sequence with.
 
-    It begins or pads texts, and is not in `taken_ids`: fork and end tokens. Raises EvaluationError
-    if the tokenizer has none.
+    It is the BOS, padding or unknown token, and not in `taken_ids`, the fork and end tokens. Raises
+    EvaluationError if the tokenizer has none.
     """
     for token_id in (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id):
         if token_id is not None and token_id not in taken_ids:
@@ -184,7 +184,7 @@ def marker_id(tokenizer: Any, taken_ids: Sequence[int]) -> int:
 
 
 def longest_sequence(question: Question) -> int:
-    """Return a bound on the longest sequence of any method."""
+    """Return an upper bound on the tokens of any method's longest sequence."""
     answer, prompts = question.answer, question.prompts
     num_markers = 3 * len(answer.tree.threads)
     skeleton = max(map(len, [prompts.skeleton, *prompts.points]))

@@ -1,4 +1,4 @@
-"""A measurement that is done part by part: each is kept as it ends, and not done again."""
+"""Measurements in parts: each part is stored as it completes, and not repeated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from apar_core.reporting import LineStore
 PARTS_FILE = "parts.jsonl"
 
 StartStage = Callable[[str, int], Callable[[], None]]
-"""Begins a stage of so many parts; what it returns is called once a part."""
+"""Starts a progress stage of a number of parts; the returned function is called once per part."""
 
 
 class Part(BaseModel):
-    """A part by its name, and what it came to."""
+    """A named part and its result."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,26 +26,26 @@ class Part(BaseModel):
 
 
 class PartStore:
-    """Parts of one folder by their names."""
+    """Parts stored in one folder, by name."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         """Open the folder. Raises EvaluationError if parts with other settings are in it."""
         self._store = LineStore(folder / PARTS_FILE, settings, Part, lambda part: part.name)
 
     def has(self, name: str) -> bool:
-        """Whether a part has been done."""
+        """Return whether a part is stored."""
         return name in self._store.lines
 
     def find(self, name: str) -> dict[str, Any]:
-        """Return what a part came to that has been done."""
+        """Return the result of a stored part."""
         return self._store.lines[name].data
 
     def add(self, name: str, data: dict[str, Any]) -> None:
-        """Keep a part."""
+        """Store the result of a part."""
         self._store.add(Part(name=name, data=data))
 
     def get_or_do(self, name: str, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what a part came to; do it, if it has not been done."""
+        """Return the result of a part; call `do` and store its result if the part is missing."""
         if not self.has(name):
             self.add(name, do())
         return self.find(name)

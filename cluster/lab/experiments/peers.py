@@ -1,33 +1,32 @@
-"""Other methods of parallel answering, as programs of a client on an unmodified engine.
+"""Other methods of parallel answering, as client programs on an unmodified engine.
 
 Client forking: a child is a new completion that relies on the prefix cache. The client reads the
-stream. At a fork token it sends a completion whose prompt is all that the parent has read and
-written, and a child token. The parent goes on. A child finds whole blocks of its prefix in the
-cache and computes the rest, waits behind earlier requests, and is preempted on its own.
-Sources: PaDoc, and ThreadWeaver (arXiv 2512.07843), which run on unmodified engines in this way.
-ThreadWeaver's parent also waits for its threads and reads their text; `ParentStops` does that.
+stream. At a fork token it sends a completion whose prompt is everything that the parent has read
+and written, followed by a child token. The parent continues. A child finds whole blocks of its
+prefix in the cache and computes the rest, waits for earlier requests, and is preempted on its
+own. Sources: PaDoc, and ThreadWeaver (arXiv 2512.07843), which run on unmodified engines in this
+way. ThreadWeaver's parent also waits for its threads and reads their text, as in `ParentStops`.
 
-Parent stops: a thread writes its outline, up to and with its last fork, and stops (map). Its
+Parent stops: a thread writes its outline, up to and including its last fork, and stops (map). Its
 children run concurrently, each after the whole outline and a child token (process). The thread
-continues after the outline and the text of all children (reduce). Threads below do the same.
+continues after the outline and the text of all children (reduce). Nested threads do the same.
 Sources: Multiverse (arXiv 2506.09991) and Native Parallel Reasoner (arXiv 2512.07461), on their own
 builds of SGLang, and ThreadWeaver's join. On an unmodified engine, only the first child's text is
 found in the prefix cache when the parent continues. Multiverse and NPR join the KV of the children
-without computing any; `free_merge` is a lower bound of that: the thread continues after its
+without computing any. `free_merge` is a lower bound for that: the thread continues after its
 outline alone.
 
-Skeleton-of-thought: a skeleton first, then one request for each of its points. Source: arXiv
-2307.15337, the prompts of section 2.2 (the skeleton's without its two worked examples, which would
-lengthen it). The skeleton is the root thread's text, and a point's detail all text below it: the
-text is the trace's, so that lengths are those of the other methods. A point's request starts with
-its point as a partial answer. Questions whose answer has no points are asked as they are, as its
-router (SoT-R) decides, here without cost and never wrongly.
+Skeleton-of-thought: first a skeleton, then one request for each of its points. Source: arXiv
+2307.15337, the prompts of section 2.2 (the skeleton prompt without its two worked examples, which
+would lengthen it). The skeleton is the root thread's text, and the detail of a point is all text
+below it. The text is that of the trace, so that lengths equal those of the other methods. A point's
+request starts with its point as a partial answer. Questions whose answer has no points are asked
+unchanged, as the method's router (SoT-R) decides, here without cost and without errors.
 
-To the engine, all threads are ordinary requests. A marker stands for fork and child tokens, one for
-one, because this engine bans and rewrites control tokens of requests that do not fork. So token
-counts and shared prefixes are those of the method. The client costs nothing: what it submits
-reaches the engine before the next step, without network, HTTP or tokenizing. All of that favours
-the other methods.
+To the engine, all threads are ordinary requests. A marker replaces each fork and child token,
+because this engine bans and rewrites control tokens of requests that do not fork. So token counts
+and shared prefixes are those of the method. The client costs nothing: its requests reach the engine
+before the next step, without network, HTTP or tokenizing. All of this favours the other methods.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ Texts = Mapping[ThreadId, ThreadText[int]]
 
 
 class ScriptedRequests:
-    """The requests of one program: makes them, and keeps what each has generated.
+    """Requests of one program, and the tokens that each has generated.
 
-    `given` is by the name of the request; `marker` is a token that no text has. `streams`: the
-    client has to see tokens as they come.
+    given: generated tokens by request name. marker: a token that occurs in no text.
+    streams: the client needs tokens as they are generated.
     """
 
     def __init__(self, answer: ReplayAnswer, marker: int, *, streams: bool = False) -> None:
@@ -64,18 +63,18 @@ class ScriptedRequests:
         self.given: dict[str, list[int]] = {}
 
     def submit(self, name: str, prompt_ids: list[int], script: list[int]) -> Submission:
-        """A request that generates the script and ends with its last token."""
+        """Return a request that generates the script and ends with its last token."""
         self.given[name] = []
         sampling = replay_sampling({"": script}, max_tokens=len(script), streams=self._streams)
         sampling["extra_args"]["apar_enabled"] = False
         return Submission(name, prompt_ids, sampling)
 
     def script(self, thread: ThreadId) -> list[int]:
-        """All that a thread generates: its text, a marker at each fork, its end."""
+        """Return the tokens that a thread generates: its text, a marker at each fork, its end."""
         return self.texts[thread].generated(self.marker, self.end_id)
 
     def restored(self, paragraphs: Mapping[ThreadId, Sequence[Sequence[int]]]) -> list[int]:
-        """The answer in reading order, of what was given of each thread; without an end token."""
+        """Return the answer in reading order from the paragraphs, without an end token."""
         tree: ParagraphTree[int] = ParagraphTree()
         for thread, text in self.texts.items():
             first, *others = paragraphs[thread]
@@ -90,9 +89,7 @@ class ScriptedRequests:
 def split_paragraphs(
     given: Sequence[int], paragraphs: Sequence[Sequence[int]], *, gap: int = 1
 ) -> Iterator[Sequence[int]]:
-    """Replacement of each paragraph; `gap` tokens follow each, a marker or the
-    end token.
-    """
+    """Yield the generated tokens of each paragraph; `gap` tokens (marker or end) follow each."""
     start = 0
     for paragraph in paragraphs:
         yield given[start : start + len(paragraph)]
@@ -100,7 +97,7 @@ def split_paragraphs(
 
 
 def flat_text(texts: Texts, thread: ThreadId) -> list[int]:
-    """The text of a thread and of all below it, in reading order."""
+    """Return the text of a thread and of all threads below it, in reading order."""
     text = texts[thread]
     flat = list(text.paragraphs[0])
     for child, paragraph in zip(text.children, text.paragraphs[1:], strict=True):
@@ -110,7 +107,7 @@ def flat_text(texts: Texts, thread: ThreadId) -> list[int]:
 
 
 class ClientForking:
-    """One answer, each of its threads a completion that the client sends."""
+    """Program in which the client sends a completion for each thread of an answer."""
 
     def __init__(self, answer: ReplayAnswer, marker: int) -> None:
         self.answer = answer
@@ -121,11 +118,11 @@ class ClientForking:
         }
 
     def start(self) -> list[Submission]:
-        """The question, as the completion of the root thread."""
+        """Return the completion of the root thread."""
         return [self._thread(ROOT_THREAD, list(self.answer.prompt_ids))]
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """A completion for every fork among the new tokens."""
+        """Return a completion for each fork among the new tokens."""
         given = self._requests.given[name]
         first = len(given)
         given.extend(token_ids)
@@ -138,7 +135,7 @@ class ClientForking:
         return children
 
     def on_end(self, name: str) -> list[Submission]:
-        """Return nothing: every child is under way already."""
+        """Return nothing: all children have already been submitted."""
         return []
 
     def text_ids(self) -> list[int]:
@@ -156,11 +153,11 @@ class ClientForking:
 
 
 _REST = "/rest"
-"""Behind a thread's name: the request of what it writes after its children."""
+"""Suffix to a thread's name, for the request that continues it after its children."""
 
 
 class ParentStops:
-    """One answer; a thread with children is two requests, one without is one."""
+    """Program in which a thread with children is two requests, and any other thread one."""
 
     def __init__(self, answer: ReplayAnswer, marker: int, *, free_merge: bool = False) -> None:
         self.answer = answer
@@ -170,16 +167,16 @@ class ParentStops:
         self._running: dict[ThreadId, set[ThreadId]] = {}
 
     def start(self) -> list[Submission]:
-        """The question, as the outline of the root thread."""
+        """Return the request for the root thread's outline."""
         return [self._begin(ROOT_THREAD, list(self.answer.prompt_ids))]
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Return nothing before a request has ended."""
+        """Keep the tokens; nothing follows before the request has ended."""
         self._requests.given[name].extend(token_ids)
         return []
 
     def on_end(self, name: str) -> list[Submission]:
-        """The children after an outline; the parent's rest after its last child."""
+        """Return the children after an outline, or the parent's rest after its last child."""
         thread = ThreadId(name.removesuffix(_REST))
         text = self._requests.texts[thread]
         if text.children and name == thread:
@@ -258,9 +255,9 @@ class SkeletonPrompts:
 def skeleton_prompts(
     answer: ReplayAnswer, record: ParagraphRecord, text: AnswerText
 ) -> SkeletonPrompts:
-    """The prompts of a question; `record` is its answer as text, with the paragraphs of its tree.
+    """Return the prompts of a question; `record` is the paragraph tree of its answer as text.
 
-    Made before the clock starts: tokenising is left out of every method's time.
+    Prompts are created before the clock starts: no method's time includes tokenizing.
     """
     paragraphs = list(thread_paragraphs(record))
     points = [paragraph.text for paragraph in paragraphs if paragraph.first_child is not None]
@@ -274,14 +271,14 @@ def skeleton_prompts(
     prompts: list[list[int]] = []
     for index, point in enumerate(points, start=1):
         content = POINT_PROMPT.format(question=answer.prompt, skeleton=skeleton, index=index)
-        # What stands before a point, such as an introduction, is no part of it.
+        # Text before a point, such as an introduction, is not part of it.
         partial_answer = point.strip().splitlines()[-1]
         prompts.append(asked(content) + text.encode(partial_answer))
     return SkeletonPrompts(asked(SKELETON_PROMPT.format(question=answer.prompt)), prompts)
 
 
 class SkeletonOfThought:
-    """One answer in two stages."""
+    """Program that asks for a skeleton, then for all of its points at once."""
 
     def __init__(self, answer: ReplayAnswer, marker: int, prompts: SkeletonPrompts) -> None:
         self.answer = answer
@@ -296,12 +293,12 @@ class SkeletonOfThought:
         return [self._requests.submit(SKELETON, self._prompts.skeleton, script)]
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Return nothing before a request has ended."""
+        """Keep the tokens; nothing follows before the request has ended."""
         self._requests.given[name].extend(token_ids)
         return []
 
     def on_end(self, name: str) -> list[Submission]:
-        """Once the skeleton stands, ask for all its points."""
+        """Ask for all points once the skeleton is complete."""
         if name != SKELETON:
             return []
         return [
@@ -312,7 +309,7 @@ class SkeletonOfThought:
         ]
 
     def text_ids(self) -> list[int]:
-        """Skeleton and details in reading order."""
+        """Return skeleton and details in reading order."""
         given = self._requests.given
         first, *others = split_paragraphs(given[SKELETON], self._root.paragraphs, gap=0)
         text = list(first)

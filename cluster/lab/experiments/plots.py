@@ -42,7 +42,7 @@ def latency_figure(panels: Panels) -> Figure:
 
 
 def peers_figure(panels: Panels) -> Figure:
-    """Return throughput and latency of each method over sequential decoding's, as bars."""
+    """Return throughput and latency of each method relative to sequential decoding, as bars."""
     with mpl.rc_context(PLOT_SETTINGS):
         number = max(len(found) for found in panels.values())
         height = (0.9 + 0.3 * number) * len(panels)
@@ -60,7 +60,7 @@ Line = Sequence[tuple[float, float]]
 
 
 def family_figure(panels: Mapping[str, Mapping[str, Line]]) -> Figure:
-    """Return a panel per title with lines by label: (share of the KV cache, throughput)."""
+    """Return one panel per title, with lines of (share of the KV cache, throughput) by label."""
     styles = (
         ("#9aa5b1", "o-"),
         *((METHOD_COLOURS["eager"], style) for style in ("o-", "o--", "o:")),
@@ -97,7 +97,7 @@ def _figure(
             upper.set_title(title)
             draw_ratio(lower, found)
         axes[0][0].legend(frameon=False)
-        # With a frame, or the band behind it would hide its own colour.
+        # With a frame, because the band behind the legend has the colour of its legend entry.
         axes[1][0].legend(loc="upper right", fontsize=8)
     return figure
 

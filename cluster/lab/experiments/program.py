@@ -1,7 +1,7 @@
 """Client programs that answer one prompt with one or more requests.
 
-The driver submits what a program returns, and tells it what the engine generates. Sequential
-decoding and forking in the engine are programs of one request.
+The driver submits the requests that a program returns, and passes it the generated tokens.
+Sequential decoding and forking in the engine are programs of one request.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class ReplayableAnswer(RecordedAnswer, Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Limit on tokens with which the answer is complete, forked or not."""
+        """Token limit that leaves the answer complete, forked or not."""
 
     def scripts(self, *, forked: bool) -> Mapping[str, Sequence[int]]:
         """Return the tokens to replay, by replay key."""
 
 
 class Program(Protocol):
-    """One question from its arrival to its answer; ended when nothing of it is alive.
+    """One question from arrival to answer; it ends when none of its requests is running.
 
     `on_tokens` and `on_end` are called in the order of the engine's outputs, the tokens of a
-    request before its end; all tokens at once where the sampling does not stream.
+    request before its end. Without streaming, all tokens come at once.
     """
 
     @property
@@ -74,17 +74,17 @@ class Program(Protocol):
         """Return the requests that the client submits when the question arrives."""
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Return the requests that new tokens of one request lead to, often none."""
+        """Return the requests that follow from new tokens of one request, often none."""
 
     def on_end(self, name: str) -> list[Submission]:
-        """Return the requests that the end of one request leads to."""
+        """Return the requests that follow from the end of one request."""
 
     def text_ids(self) -> list[int]:
         """Return the generated tokens in reading order, the end token last: `answer.flat`."""
 
 
 class OneRequest:
-    """A program of a single request, forked by the engine or not."""
+    """Program of a single request, forked by the engine or not."""
 
     def __init__(self, answer: ReplayableAnswer, *, forks: bool) -> None:
         self.answer = answer
@@ -92,7 +92,7 @@ class OneRequest:
         self._token_ids: list[int] = []
 
     def start(self) -> list[Submission]:
-        """The question as one request."""
+        """Return the question as one request."""
         threads = self.answer.scripts(forked=self._forks)
         sampling = replay_sampling(threads, max_tokens=self.answer.max_tokens)
         sampling["extra_args"]["apar_enabled"] = self._forks
@@ -108,7 +108,7 @@ class OneRequest:
         return []
 
     def text_ids(self) -> list[int]:
-        """The tokens of the request; a restored answer comes without its threads' end tokens."""
+        """Return the tokens; a restored answer comes without the end tokens of its threads."""
         end_id = self.answer.flat[-1]
         return [token_id for token_id in self._token_ids if token_id != end_id] + [end_id]
 
@@ -116,9 +116,9 @@ class OneRequest:
 def replay_sampling(
     threads: Mapping[str, Sequence[int]], *, max_tokens: int, streams: bool = False
 ) -> dict[str, Any]:
-    """Arguments of `SamplingParams` that make the engine generate these threads by their paths.
+    """Return `SamplingParams` arguments that make the engine generate threads, by replay key.
 
-    `streams`: the program is told of tokens as they come, not only of all at the end.
+    `streams`: deliver tokens as they are generated, instead of all at the end.
     """
     # These import vLLM and torch, which take seconds.
     from vllm.sampling_params import RequestOutputKind
@@ -128,7 +128,7 @@ def replay_sampling(
     return {
         "temperature": 0.0,
         "max_tokens": max_tokens,
-        # Ids are compared, not text: what spelling them costs is no part of an experiment.
+        # Ids are compared, not text: detokenizing is not part of an experiment.
         "detokenize": False,
         "extra_args": replay_args(threads),
         "output_kind": RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,

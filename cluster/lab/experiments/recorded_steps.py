@@ -1,9 +1,9 @@
 """Steps of a virtual run, recorded once and timed for any device and any grouping of rows.
 
-vLLM schedules by counts: of rows, tokens and free blocks. So if all requests arrive at the start,
-or each at the end of another one, the duration of a step changes none of the steps after it. A run
-is recorded with steps of one second each, which makes the virtual clock a count of finished steps,
-and `timed` gives it the durations of a device. It equals a run with the device's costs (tested).
+vLLM schedules by counts of rows, tokens and free blocks. So if all requests arrive at the start, or
+each at the end of another one, the duration of a step does not change any later step. A run is
+recorded with steps of one second each, so that the virtual clock counts finished steps. `timed`
+then applies the durations of a device. The result equals a run with the device's costs (tested).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 UNIT_COSTS = StepCosts("one second a step", "predicted", "none", ((1, 1.0), (1 << 30, 1.0)), 0.0)
 ROW_BY_ROW = ""
-"""The grouping of no rows."""
+"""Name of the grouping that groups no rows."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class RecordedSteps:
     """A run by its steps.
 
     block_size: tokens of a KV block.
-    batches: [steps, 5]; rows, tokens, attended tokens, copied blocks, and the steps that were
+    batches: [steps, 5]; rows, tokens, attended tokens, copied blocks, and the number of steps
         finished when the step was launched.
     shared: by grouping, [steps, 4]; saved blocks, passes, groups, grouped rows.
-    outputs: [outputs, 3]; finished steps when the engine returned, new tokens of the text, whether
-        a request waited.
-    answers: [answers, 3]; finished steps at arrival and end, and tokens of the text.
+    outputs: [outputs, 3]; finished steps when the engine returned, new text tokens, whether a
+        request was waiting.
+    answers: [answers, 3]; finished steps at arrival and at the end, and text tokens.
     """
 
     block_size: int
@@ -66,7 +66,7 @@ class RecordedSteps:
 
     @classmethod
     def load(cls, path: Path) -> RecordedSteps:
-        """Read what `save` has written."""
+        """Read a file written by `save`."""
         with np.load(path) as file:
             arrays = {name: file[name].astype(np.int64) for name in file.files}
         prefix = "shared "
@@ -84,7 +84,7 @@ class RecordedSteps:
 
 @dataclass
 class StepRecorder:
-    """Records the steps of one run; set it up before the run, with `UNIT_COSTS`."""
+    """Records the steps of one run; create it before the run, whose costs are `UNIT_COSTS`."""
 
     device: VirtualDevice
     block_size: int
@@ -98,14 +98,14 @@ class StepRecorder:
         self._shared = {name: [] for name in self.groupings}
 
     def steps(self, found: Drive) -> RecordedSteps:
-        """Return the steps of a run that has ended."""
+        """Return the steps of the run after its end, and stop recording."""
         self.device.compared, self.device.on_step = {}, None
         outputs = [_output(each, before) for before, each in _pairs(found.samples)]
         answers = [
             (each.arrival_s, each.arrival_s + each.latency_s, each.text_tokens)
             for each in found.served
         ]
-        # What ends the run is after the last output.
+        # Steps after the last output only end the run.
         last = int(outputs[-1][0])
         return RecordedSteps(
             self.block_size,
@@ -136,9 +136,9 @@ def _output(sample: Sample, before: Sample | None) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A run on a device.
+    """Times of a run on a device.
 
-    throughput: text tokens per second in the `kept_samples` samples that count, None without any.
+    throughput: text tokens per second in the `kept_samples` steady-state samples; None without any.
     """
 
     duration_s: float
@@ -158,9 +158,9 @@ def device_times(
 ) -> Floats:
     """Return the seconds of each step on the device.
 
-    saved_share: of the time of the saved reads, for a kernel that does not save all of it. Steps
-    that save fewer than `min_saved_blocks` are not grouped. Raises ValueError for costs with other
-    seconds for repeated tokens.
+    saved_share: share of the time of the saved reads that a kernel really saves. Steps that save
+    fewer than `min_saved_blocks` are not grouped. Raises ValueError for costs with a separate time
+    for repeated tokens.
     """
     if costs.repeated_token_s is not None:
         raise ValueError(f"{costs.name}: repeated tokens are not recorded")
@@ -192,9 +192,9 @@ def device_times(
 
 
 def finish_times(steps: RecordedSteps, costs: StepCosts, device_s: Floats) -> Floats:
-    """Return when each number of steps, from 0 on, was finished.
+    """Return the time at which each number of steps, from 0 on, was finished.
 
-    The engine core's own time runs beside the device's where it schedules ahead.
+    With asynchronous scheduling, the engine core's time overlaps with that of the device.
     """
     host_s = (costs.host_base_s + costs.host_row_s * steps.batches[:, 0]).tolist()
     launched_after = steps.batches[:, 4].tolist()
@@ -217,7 +217,7 @@ def finish_times(steps: RecordedSteps, costs: StepCosts, device_s: Floats) -> Fl
 def timed(
     steps: RecordedSteps, costs: StepCosts, device_s: Floats, *, sample_s: float = 3.0
 ) -> Timed:
-    """Return what a run with these durations of its steps comes to."""
+    """Return the times of a run with these step durations."""
     times = finish_times(steps, costs, device_s)
     duration_s = float(times[steps.outputs[-1, 0]])
     samples = _samples(steps, times, sample_s)

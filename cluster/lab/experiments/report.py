@@ -1,4 +1,4 @@
-"""An experiment from its settings to its report; runs that a folder has are not done again."""
+"""Experiments, from settings to report; runs that a folder already has are not repeated."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def run_experiment(
     *,
     workers: int = 1,
 ) -> Report:
-    """Do the missing runs of an experiment and report all of them.
+    """Execute the missing runs of an experiment and report all of them.
 
-    Raises EvaluationError for a table without the method that it is counted in, a folder with
-    other settings, a trace that cannot be read, or an answer that is not the recorded one.
+    Raises EvaluationError for table 1 or 2 without the eager method, a folder with other settings,
+    a trace that cannot be read, or an answer that differs from the recorded one.
     """
     parts = EXPERIMENTS if name == ALL else (name,)
     if {TABLE_1, TABLE_2} & set(parts) and EAGER not in settings.methods:
         raise EvaluationError(
-            f"--methods {','.join(settings.methods)} has no {EAGER}: tables 1 and 2 are counted "
-            "in its runs"
+            f"--methods {','.join(settings.methods)} lacks {EAGER}, in whose runs tables 1 and 2 "
+            "are counted"
         )
     for path in settings.traces.values():
-        # Before engines are started.
+        # Fail before engines are started.
         read_trace(path, limit=1)
     keys = keys_of(tuple(dict.fromkeys(_RUNS_OF.get(part, part) for part in parts)), settings)
     store = RunStore(folder, settings)
@@ -83,7 +83,7 @@ _RUNS_OF = {TABLE_1: FIGURE_5A, TABLE_2: FIGURE_5A}
 
 
 def build_report(name: str, settings: ExperimentSettings, runs: Mapping[RunKey, Run]) -> Report:
-    """Return the report of an experiment whose runs have been done."""
+    """Return the report of an experiment whose runs are complete."""
     parts = EXPERIMENTS if name == ALL else (name,)
     found = {
         part: comparisons(keys_of((part,), settings), runs)
@@ -116,8 +116,8 @@ def _facts(settings: ExperimentSettings) -> dict[str, str]:
     facts = {
         "Model": ", ".join(f"{name} (at most {limit} requests)" for name, limit in limits.items()),
         "Requests": f"{settings.answers} at once from {_names(settings)}, repeated if there are "
-        f"fewer, with answers of at most {settings.max_tokens} tokens with their prompt; every "
-        "answer was compared with the recorded one",
+        f"fewer; prompt and answer have at most {settings.max_tokens} tokens; every answer was "
+        "compared with the recorded one",
     }
     if not settings.is_virtual:
         facts["Times"] = f"measured on {', '.join(settings.devices)}; methods ran one after another"
@@ -141,7 +141,7 @@ def _names(settings: ExperimentSettings) -> str:
 def _saving_tables(
     table: Literal["table1", "table2"], settings: ExperimentSettings, runs: Mapping[RunKey, Run]
 ) -> list[ReportTable]:
-    """Return a table for each trace and model: nothing in it depends on GPU or memory."""
+    """Return a table for each trace and model; its counts do not depend on GPU or memory."""
     keys = [key for key in keys_of((FIGURE_5A,), settings) if key.method == EAGER]
     chosen = {(key.trace, key.model): key for key in reversed(keys)}
     return [saving_table(runs[key], table, settings) for key in reversed(chosen.values())]

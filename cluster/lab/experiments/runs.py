@@ -1,4 +1,4 @@
-"""Runs of experiments: doing them in several processes, and keeping their results in a folder."""
+"""Runs of experiments: execution in several processes, and results stored in a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cluster.lab.experiments.program import Program
 
 RUNS_FILE = "runs.jsonl"
-# A closed loop's figures settle with so many answers for each request under way.
+# Answers per concurrent request with which the figures of a closed loop settle.
 _ANSWERS_PER_CLIENT = 4
 _LEAST_ANSWERS = 48
 _WARM_UP_ANSWERS = 4
@@ -50,11 +50,11 @@ class CategoryCounts(BaseModel):
 class Run(BaseModel):
     """The result of one run.
 
-    throughput: text tokens per second in the `kept_samples` samples that count; `kv_tokens` and
-        `rows_per_step` are means over the same. With 0 kept samples, all three are of the whole
-        run, as `whole_tokens_per_s` always is.
-    latency_s: of answers, from their arrival. token_latency_s: the mean per token of the text.
-    prompt_tokens: computed tokens that were not generated in the step before.
+    throughput: text tokens per second in the `kept_samples` steady-state samples; `kv_tokens` and
+        `rows_per_step` are means over the same samples. With 0 kept samples, all three are of the
+        whole run, as `whole_tokens_per_s` always is.
+    latency_s: latency of answers, from arrival. token_latency_s: mean latency per text token.
+    prompt_tokens: computed tokens that were not generated in the previous step.
     attended_tokens, blocks, distinct_blocks, held_back_steps: counted in virtual time only.
         Distinct blocks count a KV block once per step. In `held_back_steps` the limit on rows or
         tokens of a step held back a forked thread.
@@ -101,7 +101,7 @@ class Run(BaseModel):
 
     @property
     def distinct_share(self) -> float | None:
-        """Share of the KV blocks read by a step that no other row of the step reads too."""
+        """Distinct KV blocks of a step, as a share of the blocks that all of its rows read."""
         return self.distinct_blocks / self.blocks if self.blocks and self.distinct_blocks else None
 
 
@@ -121,10 +121,10 @@ def do_runs(
     *,
     workers: int = 1,
 ) -> None:
-    """Do the runs that the store does not have.
+    """Execute the runs that the store does not have.
 
-    Virtual runs are independent and use several processes; the number of them does not change a
-    byte of the store. Real runs follow each other in this process.
+    Virtual runs are independent and use several processes, whose number does not change a byte of
+    the store. Real runs are executed one after another in this process.
     """
     missing = [key for key in keys if key not in store.lines]
     if not missing:
@@ -150,7 +150,7 @@ def _token_time_s(key: RunKey, settings: ExperimentSettings, store: RunStore) ->
 
 
 class Worker:
-    """Does runs in this process; it keeps its engine and the questions from run to run."""
+    """Executes runs in this process; keeps its engine and the questions from run to run."""
 
     def __init__(self, settings: ExperimentSettings) -> None:
         self._settings = settings
@@ -159,10 +159,10 @@ class Worker:
         self._workloads: dict[str, Workload] = {}
 
     def run(self, key: RunKey, token_time_s: float | None = None) -> Run:
-        """Do a run.
+        """Execute a run.
 
         Raises EvaluationError for a trace or model that cannot be read, a KV cache too small for
-        the questions, and an answer that is not the recorded one.
+        the questions, and an answer that differs from the recorded one.
         """
         from cluster.lab.experiments.driver import RunPlan, drive
         from cluster.lab.experiments.engine import Conditions
@@ -177,8 +177,8 @@ class Worker:
         room = num_blocks * engine.block_size
         if room < workload.longest_tokens:
             raise EvaluationError(
-                f"{key.kv_share:g} of the KV cache holds {room} tokens, a question of the "
-                f"{key.trace} trace up to {workload.longest_tokens}: give larger shares or a "
+                f"{key.kv_share:g} of the KV cache holds {room} tokens, but a question of the "
+                f"{key.trace} trace may need {workload.longest_tokens}: give larger shares or a "
                 "smaller --context-length"
             )
         limited_by_clients = key.is_closed_loop or not method.is_one_request
@@ -230,7 +230,7 @@ class Worker:
 
 
 def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:
-    """Answer a few questions, so that no run pays for what a real engine sets up once."""
+    """Answer a few questions, so that no run pays for the one-time setup of a real engine."""
     from cluster.lab.experiments.driver import RunPlan, drive
     from cluster.lab.experiments.engine import Conditions
 
@@ -245,20 +245,20 @@ def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:
 
 
 def freeze_garbage() -> None:
-    """Exempt all present objects from garbage collection, which vLLM's many objects make slow."""
+    """Exempt existing objects from garbage collection, which vLLM's many objects make slow."""
     gc.collect()
     gc.freeze()
 
 
 def num_questions(key: RunKey, available: int) -> int:
-    """Return how many questions a run measures; a closed loop of few clients would take long."""
+    """Return how many questions a run measures: fewer with few clients, whose loop is slow."""
     if not key.is_closed_loop:
         return available
     return min(available, max(_LEAST_ANSWERS, _ANSWERS_PER_CLIENT * key.concurrency))
 
 
 def run_of(key: RunKey, found: Drive, capacity_tokens: int, token_time_s: float | None) -> Run:
-    """Sum a run up."""
+    """Summarize the measurements of a run."""
     counts, totals, served = found.counts, found.totals, found.served
     text_tokens = sum(each.text_tokens for each in served)
     # The engine also counts the markers of other methods, and a closed loop's fillers.

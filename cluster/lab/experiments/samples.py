@@ -1,7 +1,7 @@
-"""Figures of a run that is under way, taken every few seconds, and what they come to.
+"""Periodic samples of a run, and their steady-state means.
 
 Source: APAR (arXiv 2401.06761), appendix C.2: samples every 3 seconds; the first third of them and
-those with no request pending are left out.
+those without a pending request are left out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ LEAST_SAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Means over one interval; `has_pending` tells whether a request waited at its end.
+    """Means over one interval.
 
-    `tokens_per_s` counts generated tokens of the text; `kv_tokens` is what held blocks have room
-    for; `rows` are the sequences of a step.
+    at_s: end of the interval, since the start. tokens_per_s: generated text tokens per second.
+    kv_tokens: token capacity of held blocks. rows: sequences per step.
+    has_pending: whether a request was waiting at the end of the interval.
     """
 
     at_s: float
@@ -39,9 +40,7 @@ class Spread:
 
 
 def steady(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples without warm-up and end; none where fewer than `LEAST_SAMPLES` are left,
-    which say nothing.
-    """
+    """Return the samples without warm-up and end; none if fewer than `LEAST_SAMPLES` are left."""
     warm = samples[round(WARM_UP_SHARE * len(samples)) :]
     kept = [sample for sample in warm if sample.has_pending]
     return kept if len(kept) >= LEAST_SAMPLES else []
@@ -70,10 +69,7 @@ class _Sums:
 
 
 class Sampler:
-    """Adds up steps and closes an interval when it has lasted `interval_s`.
-
-    `whole` is everything so far as one sample.
-    """
+    """Sums up steps into samples of at least `interval_s` seconds."""
 
     def __init__(
         self, interval_s: float, now_s: Callable[[], float], has_pending: Callable[[], bool]
@@ -95,7 +91,7 @@ class Sampler:
             self._close(now_s)
 
     def whole(self) -> Sample:
-        """All steps, also those of the interval that is still open; at least one."""
+        """Return one sample of all steps so far, including the open interval; needs a step."""
         return self._sample(self._all, self._start_s, self._now_s())
 
     def _close(self, now_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Throughput of `apar serve` with one replica and with more, on this machine.
+"""Throughput of `apar serve` by number of replicas, on this machine.
 
-On few cores replicas, gateway, proxy and the client take each other's time: so the CPU time of a
-text token is measured too, and says how many tokens a second the cores could carry at most.
+With few cores, replicas, gateway, proxy and client compete for CPU time. So the CPU time per text
+token is measured too; it limits the tokens per second that the cores can carry.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ScaleOutSettings(BaseModel):
     engine: Mapping[str, Any] = {}
 
     def served_model(self, replicas: int) -> dict[str, Any]:
-        """A `models` entry: every replica's kernels run on one core, as if it had no other."""
+        """Return a `models` entry in which the kernels of each replica use one core."""
         return {
             "checkpoint": self.model,
             "replicas": replicas,
@@ -53,16 +53,16 @@ class ScaleOutSettings(BaseModel):
         }
 
     def as_text(self) -> dict[str, str]:
-        """The settings as they are compared with those of an earlier run, the trace by content."""
+        """Return the settings to compare with those of an earlier run, the trace by its content."""
         values = {name: str(value) for name, value in self.model_dump(mode="json").items()}
         return {**values, "trace_sha256": file_digest(self.trace)}
 
 
 class ReplicasRun(BaseModel):
-    """One way of decoding with so many replicas.
+    """Forked or sequential decoding with a number of replicas.
 
-    CPU seconds are of all processes of the server, and of the client, over all repeats together
-    with warm-up and reports of the load test.
+    CPU seconds are of all server processes, and of the client, over all repeats, including warm-up
+    and reports of the load test.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,26 +77,26 @@ class ReplicasRun(BaseModel):
 
     @property
     def tokens_per_s(self) -> float:
-        """Text tokens a second."""
+        """Text tokens per second."""
         return self.text_tokens / self.duration_s
 
     @property
     def cpu_ms_per_token(self) -> float:
-        """Milliseconds of CPU that a text token takes, the client's included."""
+        """CPU milliseconds per text token, the client's included."""
         return 1000 * (self.server_cpu_s + self.client_cpu_s) / self.text_tokens
 
     @property
     def cores_used(self) -> float:
-        """Cores that were busy on average."""
+        """Mean number of busy cores."""
         return (self.server_cpu_s + self.client_cpu_s) / self.duration_s
 
 
 def run_replicas(
     settings: ScaleOutSettings, replicas: int, folder: Path, store: PartStore
 ) -> list[ReplicasRun]:
-    """Serve with so many replicas, and put the load on them, sequential and forked.
+    """Serve with a number of replicas and run the load on them, sequential and forked.
 
-    Each way is kept as it ends; nothing is served for those that the store has.
+    Each result is stored as it completes. Loads that are already in the store are skipped.
     """
     names = {forked: _load_name(replicas, forked) for forked in (False, True)}
     missing = [forked for forked, name in names.items() if not store.has(name)]
@@ -110,7 +110,7 @@ def run_replicas(
 
 
 def scale_out_table(runs: Sequence[ReplicasRun]) -> ReportTable:
-    """Return throughput and CPU time by replicas, and throughput over that of the fewest."""
+    """Return throughput and CPU time by replicas, and throughput relative to the fewest."""
     num_cores = psutil.cpu_count() or 1
     columns = (
         Column("decoding"),
@@ -143,14 +143,14 @@ def scale_out_table(runs: Sequence[ReplicasRun]) -> ReportTable:
         f"Replicas on this machine of {num_cores} cores",
         columns,
         tuple(rows),
-        note=f"At most: what {num_cores} cores could carry at this CPU time a token, of server, "
-        "gateway, proxy and client together. CPU and cores: the client's also for its imports, "
-        "tokenizing and report, and all of them for warm-up, which the duration leaves out.",
+        note=f"tokens/s at most: what {num_cores} cores could carry at this CPU time per token of "
+        "server, gateway, proxy and client together. CPU and cores include the client's imports, "
+        "tokenizing and report, and the warm-up, which the duration leaves out.",
     )
 
 
 def report_scale_out(settings: ScaleOutSettings, runs: Sequence[ReplicasRun]) -> Report:
-    """Return table and plot of what was measured."""
+    """Return the report with table and plot."""
     facts = {
         "Model": settings.model,
         "Load": f"{settings.requests} answers of {settings.trace}, {settings.concurrency} under "
@@ -167,7 +167,7 @@ def report_scale_out(settings: ScaleOutSettings, runs: Sequence[ReplicasRun]) ->
 
 
 def scale_out_figure(runs: Sequence[ReplicasRun]) -> Figure:
-    """Draw throughput as bars, with its ratio to that of the fewest replicas."""
+    """Draw throughput as bars, labelled with its ratio to that of the fewest replicas."""
     # matplotlib takes a second to import.
     import matplotlib as mpl
     from matplotlib.figure import Figure as NewFigure
@@ -209,7 +209,7 @@ def _load(
     name = _load_name(replicas, forked)
     out = folder / name
     if out.exists():
-        # What an interrupted load has left, which a load test would not go on with.
+        # Left by an interrupted load, which a load test would not resume.
         shutil.rmtree(out)
     arguments = [
         "loadtest", "run", "--target", served.url, "--replay", str(settings.trace),
@@ -246,6 +246,6 @@ def _load_name(replicas: int, forked: bool) -> str:
 
 
 def _children_cpu_s() -> float:
-    """CPU seconds of children of this process that have ended."""
+    """Return the CPU seconds of this process's children that have exited."""
     times = psutil.Process().cpu_times()
     return float(times.children_user + times.children_system)

@@ -1,12 +1,12 @@
 """The engine's own CPU time per row in virtual time: vLLM's scheduler, ours, and ours with forks.
 
-Each way of scheduling has an engine in a process of its own. The processes take turns of a few
-steps, so that changes of the machine's speed affect all of them alike, and one process never pays
-for the memory of another. No model runs, so nothing else competes with what is measured. Times are
-CPU time of the engine's thread.
+Each way of scheduling has an engine in its own process. The processes take turns of a few steps, so
+that changes of the machine's speed affect all of them equally, and no process pays for the memory
+of another. No model runs, so nothing competes with the measured code. Times are CPU time of the
+engine's thread.
 
-CPU time still grows when other programs use the caches. In virtual time every round has the same
-steps, so the time of a step is the least over the rounds.
+CPU time still grows when other programs use the CPU's caches. In virtual time all rounds run the
+same steps, so the time of a step is the shortest of the rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Way = Literal["vLLM", "ours, sequential", "ours, forked"]
 WAYS: tuple[Way, ...] = ("vLLM", "ours, sequential", "ours, forked")
 
 COST_GOAL = 1.15
-"""Most that a row may cost the engine core with forks, over one of vLLM's scheduler."""
+"""Goal for the engine core's time per row with forks, relative to vLLM's scheduler."""
 
 _TURN_STEPS = 16
 
@@ -67,7 +67,7 @@ class RunCost:
 
     rows: sequences scheduled, summed over the steps. tokens: text tokens of all answers.
     step_us: microseconds of each step: schedule, update, output processing. A server processes
-        outputs in another process than the engine core.
+        outputs in a different process from the engine core.
     digest: hash of every step's rows, computed tokens, blocks and block copies.
     """
 
@@ -82,7 +82,7 @@ class RunCost:
 
 @dataclass(frozen=True, slots=True)
 class WayCost:
-    """The result of one way; `run` is its first round.
+    """The result of one way of scheduling; `run` is its first round.
 
     schedule_us, update_us: the engine core's scheduler, before and after the model.
     outputs_us: output processing. All are microseconds per row and step.
@@ -105,7 +105,7 @@ class WayCost:
 
 
 def way_cost(rounds: Sequence[RunCost]) -> WayCost:
-    """Return the least time of every step, summed. Raises EvaluationError if the steps differ."""
+    """Sum up the shortest time of each step. Raises EvaluationError if the steps differ."""
     run = rounds[0]
     if len({each.digest for each in rounds}) > 1:
         raise EvaluationError("the rounds had different steps: their times cannot be compared")
@@ -157,7 +157,7 @@ def report_scheduler_cost(
 
 
 def cost_table(costs: Mapping[Way, WayCost], num_rounds: int) -> ReportTable:
-    """Return the time per row and step by part, and per text token, a row for each way."""
+    """Return the time per row and step by part, and per text token, for each way of scheduling."""
     rows = tuple(
         (
             way,
@@ -194,21 +194,21 @@ def cost_table(costs: Mapping[Way, WayCost], num_rounds: int) -> ReportTable:
         "CPU microseconds per row and step",
         columns,
         rows,
-        note=f"The least time of each step in {num_rounds} rounds, over whole runs: prompts, "
-        "forks and ends are included. A server processes outputs in another process than the "
+        note=f"The shortest time of each step in {num_rounds} rounds, over whole runs: prompts, "
+        "forks and ends are included. A server processes outputs in a different process from the "
         "engine core. Runs with the same hash had the same steps.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A process with the engine of one way. It answers a number of steps with its state."""
+    """A process with the engine of one way of scheduling, which runs steps on request."""
 
     way: Way
     connection: Connection
 
     def call(self, steps: int) -> tuple[float, RunCost | None]:
-        """Do so many steps; return the share of the text that is done, and the cost at the end."""
+        """Run steps; return the generated share of the text, and the cost if the run has ended."""
         self.connection.send(steps)
         answer = self.connection.recv()
         if isinstance(answer, str):
@@ -218,7 +218,7 @@ class _Process:
 
 
 def _round(processes: Sequence[_Process]) -> dict[Way, RunCost]:
-    """Run each way once, in turns: next is the one that has generated the least text."""
+    """Run each way once, in turns; next is the one that has generated the least text."""
     costs: dict[Way, RunCost] = {}
     progress = {process: process.call(0)[0] for process in processes}
     while progress:
@@ -236,7 +236,7 @@ def _process(way: Way, settings: SchedulerCostSettings) -> Iterator[_Process]:
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(way, settings, theirs), daemon=True)
     process.start()
-    # With this copy open, the end of the process would go unnoticed.
+    # While this copy is open, the exit of the process would go unnoticed.
     theirs.close()
     try:
         yield _Process(way, ours)
@@ -246,7 +246,7 @@ def _process(way: Way, settings: SchedulerCostSettings) -> Iterator[_Process]:
 
 
 def _serve(way: Way, settings: SchedulerCostSettings, connection: Connection) -> None:
-    """Run rounds, a few steps for each message, until the connection is closed."""
+    """Run rounds, a few steps per message, until the connection is closed."""
     with TemporaryDirectory(prefix="apar-scheduler-cost-") as folder:
         measured = _MeasuredEngine(way, settings, Path(folder))
         while True:
@@ -265,7 +265,7 @@ def _serve(way: Way, settings: SchedulerCostSettings, connection: Connection) ->
 
 
 class _MeasuredEngine:
-    """A virtual engine of one way, with timers around the parts of its steps."""
+    """A virtual engine for one way of scheduling, with timers around the parts of its steps."""
 
     def __init__(self, way: Way, settings: SchedulerCostSettings, folder: Path) -> None:
         engine = _engine(way, settings, folder)
@@ -290,7 +290,7 @@ class _MeasuredEngine:
         return self._num_generated / self._num_tokens
 
     def run(self) -> Iterator[RunCost | None]:
-        """Submit all answers, then do a step for each item: None, and the cost after the last."""
+        """Submit all answers, then run a step per item; yield None, and the cost after the last."""
         self._scheduler.reset_prefix_cache()
         self._cost = RunCost(tokens=self._num_tokens, forks=-self._num_forks)
         self._num_generated = 0
@@ -299,7 +299,7 @@ class _MeasuredEngine:
         for number, answer in enumerate(self._answers):
             self._submit(number, answer)
         num_left = len(self._answers)
-        # As vLLM does in the engine core: what exists before a run is not looked through again.
+        # As in vLLM's engine core: objects from before a run are exempt from garbage collection.
         gc.collect()
         gc.freeze()
         while True:
@@ -387,13 +387,13 @@ class _MeasuredEngine:
         self._digest.update(repr((rows, blocks, copies, new)).encode())
 
     def _named(self, groups: Iterable[Sequence[int]] | None) -> list[list[int]]:
-        """Return KV blocks numbered by their first use: a round finds free blocks in any order."""
+        """Return KV blocks numbered by first use: the order of free blocks differs by round."""
         names = self._block_names
         return [[names.setdefault(each, len(names)) for each in group] for group in groups or ()]
 
 
 def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineEngine:
-    """Return a virtual engine of a way."""
+    """Return a virtual engine for a way of scheduling."""
     from apar_core.engine.offline_engine import OfflineEngine
     from cluster.lab.virtual.engine import engine_arguments, write_model_folder
     from cluster.lab.virtual.executor import AsyncVirtualExecutor, VirtualDevice
@@ -435,13 +435,13 @@ def _spec(settings: SchedulerCostSettings) -> VirtualSpec:
         model.config,
         step_costs(model, gpu),
         round(settings.kv_share * kv_tokens(model, gpu)),
-        # Without the reserve, which vLLM lacks, both schedulers make the same steps without forks.
+        # Without forks and the reserve, which vLLM lacks, both schedulers run the same steps.
         forks={"max_requests": settings.max_requests, "growth_reserve_tokens": 0},
     )
 
 
 def _answers(settings: SchedulerCostSettings, folder: Path) -> list[ReplayAnswer]:
-    """Return as many answers as wanted; the trace is repeated if it has fewer."""
+    """Return the answers of the trace, repeated or cut to the number in the settings."""
     from cluster.lab.virtual.text import virtual_text
     from cluster.loadtest.replay_answers import replay_answers
     from cluster.loadtest.trace import read_trace

@@ -1,4 +1,4 @@
-"""`apar serve` in processes of its own for a measurement, and the CPU time that they use."""
+"""`apar serve` in separate processes for a measurement, and their CPU time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from apar_core.errors import EngineError
 from cluster.local_ray import free_port
 
 APAR = ("-c", "from cluster.cli.main import app; app()")
-"""Arguments of Python that run the `apar` command of this installation."""
+"""Python arguments that run the `apar` command of this installation."""
 _START_S = 300.0
 _STOP_S = 120.0
 _POLL_S = 0.5
@@ -29,13 +29,13 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ServedCluster:
-    """A server that is ready: its address, and the process that all others descend from."""
+    """A server that is ready: its URL, and the process from which all its others descend."""
 
     url: str
     process: psutil.Process
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its processes so far; those that have ended count no more."""
+        """Return the CPU seconds of all its processes so far, without those that have exited."""
         total_s = 0.0
         for process in (self.process, *self.process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
@@ -48,7 +48,7 @@ class ServedCluster:
 def served_cluster(model: dict[str, Any], folder: Path, name: str) -> Iterator[ServedCluster]:
     """Serve one model (a `models` entry of the configuration) until the end of the context.
 
-    Configuration and log stay in the folder. Raises EngineError if it does not get ready.
+    Configuration and log stay in the folder. Raises EngineError if the server does not get ready.
     """
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,13 +82,13 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server in order; its whole session if it does not end."""
+    """Stop the server gracefully; kill its whole session if it does not exit."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
-        # It leads a session of its own, so that nobody else is in the group.
+        # The server leads its own session, so no other process is in the group.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

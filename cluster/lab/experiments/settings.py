@@ -58,10 +58,10 @@ KvShares = Annotated[tuple[PositiveFloat, ...], AfterValidator(_check_shares)]
 
 
 class RunKey(BaseModel):
-    """Identifies a run.
+    """Identity of a run.
 
     device: a GPU's name, or the machine on which a real engine ran.
-    concurrency: the requests that run at once at most. All others wait in a queue from the start;
+    concurrency: maximum number of concurrent requests. All others wait in a queue from the start;
         in a closed loop, each answer is followed by the next request.
     """
 
@@ -83,7 +83,7 @@ class RunKey(BaseModel):
 
     @property
     def title(self) -> str:
-        """The run in a few words, for progress."""
+        """Short description of the run, for progress output."""
         place = f"{self.concurrency} at once" if self.is_closed_loop else f"{self.kv_share:g} of KV"
         return f"{self.model} on {self.device}, {self.trace}, {place}, {self.method}"
 
@@ -100,24 +100,24 @@ class ExperimentSettings(BaseModel):
     costs: Path | None = Field(None, description="Step costs of a calibration.")
     trace: Path = Field(description="Answers that fork: figure 5 and the tables.")
     mixed_trace: Path | None = Field(None, description="Answers in their natural mix.")
-    answers: PositiveInt = Field(1000, description="Requests of a run; a trace is repeated.")
+    answers: PositiveInt = Field(1000, description="Requests per run; a shorter trace is repeated.")
     max_tokens: PositiveInt = Field(
         2048, description="Answers that are longer than this, prompt included, are left out."
     )
     seed: int = Field(0, description="Seed for sampling answers of a longer trace.")
     kv_tokens: PositiveInt | None = Field(
-        None, description="Tokens of the whole KV cache; absent, as the GPU's memory holds."
+        None, description="Tokens of the whole KV cache; by default what the GPU's memory holds."
     )
     block_size: PositiveInt = Field(16, description="Tokens of a KV block.")
     max_requests: PositiveInt | None = Field(
-        None, description="Requests that run at once at most; absent, the paper's 350 or 180."
+        None, description="Maximum concurrent requests; by default the paper's 350 or 180."
     )
     kv_shares: KvShares = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
     concurrencies: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 180, 256, 350)
     methods: tuple[str, ...] = FIGURE_METHODS
     peer_methods: tuple[str, ...] = tuple(METHODS)
     peer_shares: KvShares = (0.3, 0.9)
-    rounds: PositiveInt = Field(1, description="Runs at each point, for real engines.")
+    rounds: PositiveInt = Field(1, description="Runs per point, for real engines.")
     sample_s: PositiveFloat = 3.0
     token_time_multiple: PositiveFloat = Field(
         2.0,
@@ -125,7 +125,7 @@ class ExperimentSettings(BaseModel):
     )
     growth_reserve_tokens: NonNegativeInt = Field(
         8,
-        description="Reserve per running thread of the methods that have one, as in ForkSettings.",
+        description="Reserve per running thread, as in ForkSettings, for methods that have one.",
     )
     is_async: bool = Field(True, description="Schedule ahead, as vLLM does on GPUs.")
     engine_args: Mapping[str, Any] = Field({}, description="Arguments of a real vLLM engine.")
@@ -135,7 +135,7 @@ class ExperimentSettings(BaseModel):
     def _check_methods(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
         unknown = [method for method in methods if method not in METHODS]
         if unknown:
-            raise ValueError(f"no method {', '.join(unknown)}: there are {', '.join(METHODS)}")
+            raise ValueError(f"unknown method {', '.join(unknown)}: known are {', '.join(METHODS)}")
         if SEQUENTIAL not in methods:
             raise ValueError(f"{SEQUENTIAL} must be among the methods: all are compared with it")
         return tuple(name for name in METHODS if name in methods)
@@ -164,17 +164,17 @@ class ExperimentSettings(BaseModel):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of the GPUs, of what the given costs describe, or of this machine."""
+        """Names of the GPUs, of the device that the given costs describe, or of this machine."""
         if not self.is_virtual:
             return (machine_name(),)
         return self.gpus if self.costs is None else (read_costs(self.costs).name,)
 
     def origin(self, device: str) -> str:
-        """Say what times are: a prediction for a device, or measured on it."""
+        """Say whether times are predicted for a device or measured on it."""
         return f"predicted for {device}" if self.is_virtual else f"measured on {device}"
 
     def limit(self, model: str) -> int:
-        """Return how many requests of a model run at once at most."""
+        """Return the maximum number of concurrent requests of a model."""
         if self.max_requests is not None:
             return self.max_requests
         if not self.is_virtual:
@@ -185,7 +185,7 @@ class ExperimentSettings(BaseModel):
     def virtual_device(self, model: str, device: str) -> tuple[StepCosts, int]:
         """Return the step costs of a model on a device, and the KV blocks of its whole cache.
 
-        With given costs, the cache is that of the GPU, unless `kv_tokens` says otherwise.
+        The cache is sized for the GPU, also with given costs, unless `kv_tokens` is set.
         """
         size, gpu = find_model(model), find_gpu(device if self.costs is None else self.gpus[0])
         if self.costs is not None:
@@ -198,7 +198,7 @@ class ExperimentSettings(BaseModel):
         return costs, num_tokens // self.block_size
 
     def as_text(self) -> dict[str, str]:
-        """Return what all runs of a folder share, to compare with an earlier run's settings.
+        """Return the settings that all runs of a folder share, to compare with earlier ones.
 
         Models, devices, methods and points are in the keys of runs: a folder may get more of them.
         """
@@ -215,7 +215,7 @@ class ExperimentSettings(BaseModel):
 
 
 def keys_of(experiments: tuple[str, ...], settings: ExperimentSettings) -> list[RunKey]:
-    """Return the runs that experiments need, without repetitions, in the order of reports."""
+    """Return the runs that experiments need, without duplicates, in the order of reports."""
     return list(dict.fromkeys(_keys(experiments, settings)))
 
 
@@ -240,7 +240,7 @@ def _points(
     experiment: str, base: RunKey, settings: ExperimentSettings
 ) -> Iterator[tuple[RunKey, tuple[str, ...]]]:
     if experiment == FIGURE_5B:
-        # The most memory that figure 5a has.
+        # The largest share of figure 5a.
         share = max(settings.kv_shares)
         for concurrency in settings.concurrencies:
             if concurrency <= base.concurrency:
@@ -259,7 +259,7 @@ def _points(
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hex; "absent" for one that is not there."""
+    """Return the SHA-256 of a file's content, in hex; "absent" if the file does not exist."""
     if not path.is_file():
         return "absent"
     with path.open("rb") as file:

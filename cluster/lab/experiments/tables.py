@@ -1,6 +1,6 @@
-"""Tables of experiments: each method beside sequential decoding, and tables 1 and 2 of the paper.
+"""Tables of experiments: methods against sequential decoding, and tables 1 and 2 of the paper.
 
-A ratio compares two runs of the same round. With several rounds it is the median of their ratios.
+A ratio compares two runs of the same round. With several rounds, it is the median of their ratios.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from cluster.lab.experiments.settings import ExperimentSettings, RunKey
 Value = Callable[[Run], float | None]
 
 PAPER_THROUGHPUT = (1.2, 1.7)
-"""Throughput over sequential decoding in the paper, at equal KV memory (section 3.4)."""
+"""The paper's throughput ratios to sequential decoding, at equal KV memory (section 3.4)."""
 PAPER_LATENCY = (0.65, 0.8)
-"""Mean latency over sequential decoding in the paper, at equal concurrency (section 3.4)."""
+"""The paper's mean latency ratios to sequential decoding, at equal concurrency (section 3.4)."""
 _SMALL_SHARE = 0.2
 # The paper leaves these out of the mean, since its models do not fork there.
 _LEFT_OUT = ("coding", "extraction", "math")
@@ -37,40 +37,40 @@ _SMALLEST_CATEGORY = 3
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A method at one point. `pairs` are its run and the sequential run of each round."""
+    """A method at one point. `pairs` has its run and the sequential run of each round."""
 
     key: RunKey
     pairs: tuple[tuple[Run, Run], ...]
 
     @property
     def kept_samples(self) -> int:
-        """Samples that count, in the run that has fewest; 0: whole runs are compared."""
+        """Steady-state samples of the run with the fewest; 0: whole runs are compared."""
         return min(run.kept_samples for pair in self.pairs for run in pair)
 
     def median(self, value: Value) -> float | None:
-        """Return the median of a run's value."""
+        """Return the median of a value over rounds; None if no run has it."""
         values = [found for run, _ in self.pairs if (found := value(run)) is not None]
         return statistics.median(values) if values else None
 
     def ratio(self, value: Callable[[Run], float]) -> float:
-        """Return the median of a value over the sequential run's."""
+        """Return the median, over rounds, of a value's ratio to that of the sequential run."""
         return statistics.median(value(run) / value(base) for run, base in self.pairs)
 
     @property
     def throughput(self) -> float:
-        """Text tokens per second over sequential decoding's, sampled as in the paper."""
+        """Ratio of text tokens per second to sequential decoding, sampled as in the paper."""
         if self.kept_samples:
             return self.ratio(lambda run: run.throughput.mean)
         return self.whole_throughput
 
     @property
     def whole_throughput(self) -> float:
-        """Text tokens per second of the whole run over sequential decoding's."""
+        """Ratio of text tokens per second to sequential decoding, over whole runs."""
         return self.ratio(lambda run: run.whole_tokens_per_s)
 
     @property
     def latency(self) -> float:
-        """Mean latency over sequential decoding's."""
+        """Ratio of mean latency to sequential decoding."""
         return self.ratio(lambda run: run.latency_s.mean)
 
     @property
@@ -80,7 +80,7 @@ class Comparison:
 
 
 def comparisons(keys: Sequence[RunKey], runs: Mapping[RunKey, Run]) -> list[Comparison]:
-    """Return the runs of these keys beside sequential ones, in the order of the keys."""
+    """Pair the runs of these keys with sequential runs, in the order of the keys."""
     rounds: dict[RunKey, list[tuple[Run, Run]]] = {}
     for key in keys:
         pair = (runs[key], runs[key.of_method(SEQUENTIAL)])
@@ -89,7 +89,7 @@ def comparisons(keys: Sequence[RunKey], runs: Mapping[RunKey, Run]) -> list[Comp
 
 
 def device_label(key: RunKey, settings: ExperimentSettings) -> str:
-    """Say what a run's times are: a prediction for a GPU, or measured on this machine."""
+    """Say whether a run's times are predicted for a GPU or measured on this machine."""
     device = key.device if key.tensor_parallel == 1 else f"{key.tensor_parallel} x {key.device}"
     return settings.origin(device)
 
@@ -97,7 +97,7 @@ def device_label(key: RunKey, settings: ExperimentSettings) -> str:
 def ratio_table(found: Sequence[Comparison], settings: ExperimentSettings) -> ReportTable:
     """Return every ratio to sequential decoding, losses included.
 
-    What is the same in all rows stands in the title.
+    Values that are the same in all rows are in the title.
     """
     places = [_place(each.key, settings) for each in found]
     varying = [index for index in range(len(_PLACE_COLUMNS)) if len({p[index] for p in places}) > 1]
@@ -132,9 +132,9 @@ def ratio_table(found: Sequence[Comparison], settings: ExperimentSettings) -> Re
         ", ".join(["Each method over sequential decoding", *common]),
         columns,
         rows,
-        note=f"x: over sequential decoding, so that throughput above 1 and latency below 1 are "
-        f"gains. Throughput: samples every {settings.sample_s:g} s, the first third and samples "
-        "without waiting requests left out (appendix C.2 of the paper). Where fewer than "
+        note=f"x: ratio to sequential decoding; throughput above 1 and latency below 1 are gains. "
+        f"Throughput: samples every {settings.sample_s:g} s, except the first third and samples "
+        "without waiting requests (appendix C.2 of the paper). If fewer than "
         f"{LEAST_SAMPLES} are left (kept samples 0), throughput is of the whole run. Latency: mean "
         "from arrival, time in the queue included.",
     )
@@ -167,14 +167,14 @@ def run_table(found: Sequence[Comparison], settings: ExperimentSettings) -> Repo
         columns,
         rows,
         note="Largest rows and tokens: of any step. Distinct KV blocks: each block counted once "
-        "per step, as a share of the blocks that all rows of the step read. Held-back steps: the "
-        "limit on rows or tokens of a step held back a forked thread. Recomputed: prompt tokens "
+        "per step, as a share of the blocks that all rows of the step read. Held-back steps: steps "
+        "in which the limit on rows or tokens held back a forked thread. Recomputed: prompt tokens "
         "beyond those of sequential decoding.",
     )
 
 
 def claim_table(found: Sequence[Comparison], settings: ExperimentSettings) -> ReportTable:
-    """Return the range of the ratios of each of our methods, beside the paper's."""
+    """Return the range of the ratios of each of our methods, with that of the paper."""
     groups: dict[tuple[str, str, str, str], list[Comparison]] = {}
     for each in found:
         key = each.key
@@ -205,9 +205,9 @@ def claim_table(found: Sequence[Comparison], settings: ExperimentSettings) -> Re
         columns,
         tuple(rows),
         note="Throughput over all shares of the KV cache with a full queue (figure 5a), latency "
-        "over all numbers of concurrent requests in a closed loop (figure 5b). The paper (section "
-        "3.4, figure 5) gives ranges, and says that with 0.2 of the cache it surpasses the best "
-        "throughput of sequential decoding (a ratio above 1).",
+        "over all concurrencies in a closed loop (figure 5b). The paper (section 3.4, figure 5) "
+        "gives ranges, and says that with 0.2 of the cache it surpasses the best throughput of "
+        "sequential decoding (a ratio above 1).",
     )
 
 
@@ -223,7 +223,7 @@ def _small_memory_ratio(found: Sequence[Comparison]) -> float | None:
 def saving_table(
     run: Run, name: Literal["table1", "table2"], settings: ExperimentSettings
 ) -> ReportTable:
-    """Return table 1 (cached tokens) or 2 (attended tokens) of a forked run, beside the paper's."""
+    """Return table 1 (cached tokens) or 2 (attended tokens) of a forked run, with the paper's."""
     is_cached = name == "table1"
     values = _cached if is_cached else _attended
     rows: list[tuple[str | float | None, ...]] = []
@@ -251,7 +251,7 @@ def saving_table(
         tuple(rows),
         f"Counted in the run of {run.key.model} with {run.key.kv_share:g} of the KV cache, method "
         f"{run.key.method}, {device_label(run.key, settings)}; step times do not matter. The mean "
-        f"is over all answers without those on {', '.join(_LEFT_OUT)}, as in the paper.",
+        f"is over all answers except those on {', '.join(_LEFT_OUT)}, as in the paper.",
     )
 
 
@@ -274,7 +274,7 @@ def _paper_rows(tables: PaperTables, label: str) -> list[tuple[str | float | Non
 
 
 def _cached(counts: CategoryCounts) -> tuple[float, float]:
-    """The most KV slots that an answer takes, on average: forked and flat."""
+    """Return the mean peak number of KV slots of an answer: forked and flat."""
     return (
         counts.max_cached_tokens / counts.answers,
         counts.sequential_max_cached_tokens / counts.answers,
@@ -282,7 +282,7 @@ def _cached(counts: CategoryCounts) -> tuple[float, float]:
 
 
 def _attended(counts: CategoryCounts) -> tuple[float, float]:
-    """The tokens that a predicted one attends to, on average: forked and flat."""
+    """Return the mean number of tokens that a predicted token attends to: forked and flat."""
     return (
         counts.attended_tokens / counts.predicted_tokens,
         counts.sequential_attended_tokens / counts.sequential_predicted_tokens,

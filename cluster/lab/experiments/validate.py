@@ -1,22 +1,21 @@
 """`apar experiment validate`: predict the duration of whole runs, and compare with a real engine.
 
-In each repeat the real engine does a pass over a grid of steps and then every run. Repeats take the
-same steps, and the least time of each step counts, as in `apar experiment calibrate`: the measured
-duration of a run is the sum of them. Up to four step costs predict the runs:
+In each repeat, the real engine makes a pass over a grid of steps, then executes every run. Repeats
+run the same steps, and the shortest time of each step counts, as in `apar experiment calibrate`:
+the measured duration of a run is the sum of these times. Up to four step costs predict the runs:
 
-- published: those that all predictions use for this GPU without a measurement, if it is known.
+- published: those that predictions use for this GPU without a measurement, if it is known.
+- grid: fitted to the steps of the grid, as by `apar experiment calibrate`.
+- sequential: fitted to the steps of the sequential runs. They predict the forked runs. No
+  sequential step reads a KV block twice; see `fit_samples` for what is assumed then.
+- smallest limit: fitted to the steps of the runs with the fewest concurrent requests. They predict
+  those with more.
 
-- grid: of the steps of the grid, as `apar experiment calibrate` does.
-- sequential: of the steps of the sequential runs. It predicts the forked runs. No sequential step
-  reads a KV block twice; `fit_samples` says what is assumed then.
-- smallest limit: of the steps of the runs with the fewest concurrent requests. It predicts those
-  with more.
-
-Where the engine schedules ahead, as on a GPU, a run's duration is that of its shortest repeat. Its
+With asynchronous scheduling, as on a GPU, a run's duration is that of its shortest repeat. Its
 steps are not sampled, because that would lengthen it, so only the first two predict it.
 
 A prediction is a run of the whole engine in virtual time with these costs. No run is predicted from
-its own steps. The costs of the grid are written to `step-costs.json`, which other commands take.
+its own steps. The costs of the grid are written to `step-costs.json`, which other commands accept.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ _GRID, _PUBLISHED = "grid", "published"
 
 
 class ValidationSettings(BaseModel):
-    """The runs that are predicted.
+    """The runs to measure and predict.
 
-    limits: requests that run at once at most. kv_shares: shares of a KV cache that holds the
-    longest answers of the largest limit, or of all the memory that a GPU has for it.
+    limits: maximum numbers of concurrent requests. kv_shares: shares of a KV cache that holds as
+    many of the longest answers as the largest limit, or of the engine's cache if that is smaller.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -94,7 +93,7 @@ class ValidationSettings(BaseModel):
 
     @property
     def grid(self) -> Grid:
-        """The grid of steps, up to the rows that the largest runs may have."""
+        """The grid of steps, with up to four rows for each request of the largest limit."""
         rows = [2**power for power in range(12) if 2**power <= 4 * max(self.limits)]
         contexts = (64, self.max_tokens // 2, self.max_tokens)
         return Grid(model=self.model, rows=tuple(rows), contexts=contexts, prefill=(16, 64, 256))
@@ -110,7 +109,7 @@ class ValidationSettings(BaseModel):
         return max(self.limits) * self.max_tokens
 
     def as_text(self) -> dict[str, str]:
-        """Return the settings to compare with those of an earlier run; it may get more repeats."""
+        """Return the settings to compare with those of an earlier run; repeats may be added."""
         values = self.model_dump(mode="json", exclude={"repeats", "trace"})
         values["trace_sha256"] = file_digest(self.trace)
         return {name: str(value) for name, value in values.items()}
@@ -126,13 +125,13 @@ class RunPoint:
 
     @property
     def name(self) -> str:
-        """The run in a few words."""
+        """Short description of the run."""
         return f"{self.method}, {self.limit} requests, {self.kv_share:g} of KV"
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """Seconds of a run from the first request to the last answer, its steps and its text."""
+    """Seconds of a run from the first request to the last answer, its steps and text tokens."""
 
     duration_s: float
     steps: int
@@ -141,7 +140,7 @@ class TimedRun:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A run's duration as the sum of its steps' least times, and its whole repeats."""
+    """A run's duration, as the module describes, and its whole repeats."""
 
     duration_s: float
     repeats: Sequence[TimedRun]
@@ -153,9 +152,9 @@ def measure_runs(
     start_stage: StartStage,
     machine: str | None = None,
 ) -> PartStore:
-    """Do the runs and the passes over the grid that the folder lacks, and return its parts.
+    """Execute the runs and grid passes that the folder lacks, and return its store.
 
-    machine: on which the folder's parts were measured; None: this one.
+    machine: the machine on which the folder's parts were measured; None: this one.
 
     Raises EvaluationError for a folder with other settings, or a model without control tokens.
     """
@@ -180,10 +179,9 @@ def validate(
     start_stage: StartStage,
     machine: str | None = None,
 ) -> Report:
-    """Do the runs that the folder lacks, predict each, and report the errors.
+    """Execute the runs that the folder lacks, predict each, and report the errors.
 
-    Raises EvaluationError as `measure_runs`, or for a virtual run that takes other steps than the
-    real one.
+    Raises EvaluationError as `measure_runs` does, or if the repeats of a run took different steps.
     """
     machine = machine or machine_name()
     store = measure_runs(settings, folder, start_stage, machine)
@@ -203,11 +201,11 @@ def validate(
         repeats = [
             TimedRun(part["duration_s"], part["steps"], part["text_tokens"]) for part in parts
         ]
-        # Where vLLM schedules ahead, no step has a sample.
+        # With asynchronous scheduling, no step has a sample.
         if len(samples[point]) > repeats[0].steps:
             raise EvaluationError(f"the repeats of {point.name!r} took different steps")
         if facts["is_async"]:
-            # The times of a step's device and of the engine core overlap.
+            # The times of device and engine core overlap.
             duration_s = min(each.duration_s for each in repeats)
         else:
             duration_s = sum(each.device_s + (each.host_s or 0.0) for each in samples[point])
@@ -237,7 +235,7 @@ def validate(
 
 
 def published_costs(model: str, gpu: str, block_size: int) -> StepCosts | None:
-    """Return the step costs that predictions have for a GPU; None if they do not know it."""
+    """Return the step costs that predictions use for a GPU; None if it is unknown."""
     try:
         known = find_gpu(gpu)
     except StepCostsError:
@@ -254,7 +252,7 @@ def run_points(settings: ValidationSettings) -> Iterator[RunPoint]:
 
 
 def _sources(fit: str, points: Sequence[RunPoint]) -> list[str | RunPoint]:
-    """Return what a fit takes its steps from; published costs are fitted to nothing here."""
+    """Return the runs and passes that a fit takes its steps from; none for published costs."""
     if fit == _PUBLISHED:
         return []
     if fit == _GRID:
@@ -336,9 +334,9 @@ def replay(
     point: RunPoint,
     costs: StepCosts | None = None,
 ) -> TimedRun:
-    """Answer all questions, which come at once, and time it; `costs` are of a virtual engine.
+    """Answer all questions, submitted at once, and time the run.
 
-    Raises EvaluationError if an answer differs from its script.
+    `costs` are for a virtual engine. Raises EvaluationError if an answer differs from its script.
     """
     # Imports vLLM, which takes seconds.
     from cluster.lab.experiments.driver import RunPlan, drive
@@ -357,7 +355,7 @@ def replay(
 
 
 def load_answers(settings: ValidationSettings, text: ModelText | FoldedText) -> list[ReplayAnswer]:
-    """Return the answers to replay; each text gives the same ones."""
+    """Return the answers to replay, the same for each `text`."""
     lines = read_trace(settings.trace)
     fitting, _ = replay_answers(lines, text, text.tokens, max_tokens=settings.max_tokens)
     if len(fitting) > settings.answers:
@@ -389,7 +387,7 @@ def predict(
     facts: Mapping[str, Any],
     start_stage: StartStage,
 ) -> dict[tuple[str, RunPoint], TimedRun]:
-    """Do every run in virtual time, with all step costs that were not fitted to it."""
+    """Execute every run in virtual time, with all step costs that were not fitted to it."""
     from cluster.lab.virtual.text import virtual_text
 
     wanted = [
@@ -420,7 +418,7 @@ def _report(
     costs: Mapping[str, StepCosts],
     load: float,
 ) -> Report:
-    """Report the runs; `numbers` are the answers of a run and the tokens of the KV cache."""
+    """Report the runs; `numbers` are the answers per run and the tokens of the KV cache."""
     num_answers, kv_tokens = numbers
     columns = [
         Column("run"),
@@ -455,11 +453,11 @@ def _report(
     facts = {
         "Machine": f"measured on {machine}, load average {load:.1f}",
         "Runs": f"{num_answers} answers of {settings.trace}, "
-        f"{settings.repeats} repeats, the least time of each step; {kv_tokens} tokens of KV cache",
+        f"{settings.repeats} repeats, shortest time of each step; {kv_tokens} tokens of KV cache",
         "Steps": "as many in virtual time as measured, in every run"
         if same_steps
         else "NOT as many in virtual time as measured",
-        "Costs": f"those of the grid are in {COSTS_FILE}: give it to other commands as --costs",
+        "Costs": f"those of the grid are in {COSTS_FILE}: pass it to other commands as --costs",
     }
     for fit in costs:
         if errors[fit]:
@@ -474,9 +472,9 @@ def _report(
         "Durations of whole runs, measured and predicted",
         tuple(columns),
         tuple(rows),
-        note="Measured: the sum of the least times of each step; the shortest repeat where the "
-        "engine schedules ahead. From, to: repeats as a whole. A dash: the fit saw steps of this "
-        "run. Errors: predicted over measured, less 1.",
+        note="Measured: the sum of the shortest times of each step; with asynchronous scheduling, "
+        "the shortest repeat. From, to: durations of whole repeats. A dash: the costs were fitted "
+        "to steps of this run. Errors: predicted over measured, minus 1.",
     )
     data = {"costs": {fit: asdict(found) for fit, found in costs.items()}}
     tables = [table, _speed_ups(measured, predicted, costs)]
@@ -488,7 +486,7 @@ def _speed_ups(
     predicted: Mapping[tuple[str, RunPoint], TimedRun],
     costs: Mapping[str, StepCosts],
 ) -> ReportTable:
-    """Return the forked runs' speed-up over sequential ones, measured and as each cost predicts."""
+    """Return the speed-up of forked over sequential runs, measured and as each fit predicts."""
     rows = []
     for forked in measured:
         sequential = replace(forked, method=SEQUENTIAL)

@@ -1,13 +1,13 @@
 """A cluster of virtual engine cores in one event loop.
 
-The product's parts decide: the router of `deployments/routing`, the scheduler, fork policy and
-KV-cache manager in each core, `deployments.autoscaling.decide`, and the limits of a `ModelConfig`
-and a `RetryConfig`. Modeled here are their surroundings: arrivals, the gateway's queue (one key, so
-first in, first out), the delay of load reports, and the loss and the start of replicas.
+All decisions are made by the product's own code: the router of `deployments/routing`, the
+scheduler, fork policy and KV-cache manager in each core, `deployments.autoscaling.decide`, and the
+limits of a `ModelConfig` and a `RetryConfig`. Only the rest is modeled: arrivals, the gateway's
+queue (one key, so first in, first out), the delay of load reports, and loss and start of replicas.
 
 All times are virtual. An entry of the event heap is a time and a call. A core's next step is such a
-call, and what the step produces is delivered at its end. So a core that is in the middle of a step
-takes new requests, reports and its own death at the end of that step, as a real engine core does.
+call, and its output is delivered at the end of the step. A core in the middle of a step therefore
+handles new requests, reports and its own death at the end of that step, as a real engine core does.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from deployments.routing.shared_router import SharedRouter
 from deployments.wire.load import ReplicaLoad
 
 REPORT_DELAY_S = (0.07, 0.19)
-"""Time that a report travels through Ray Serve's controller, uniformly distributed.
+"""Delay of a load report through Ray Serve's controller, uniformly distributed.
 
-Measured with a period of 0.1 s: reports are 0.17 s old at the median and 0.29 s at most when they
-are used (DESIGN.md, section 6), which these bounds give.
+The bounds reproduce a measurement with a period of 0.1 s (DESIGN.md, section 6): when used, reports
+are 0.17 s old at the median and 0.29 s at most.
 """
 START_S = 60.0
-"""From asking for a replica to its first request: process, weights, warm-up."""
+"""Time from asking for a replica to its first request: process, weights, warm-up."""
 DECISION_PERIOD_S = 1.0
 """Period of the autoscaler's decisions, and of the reports that it averages."""
 MEAN_OVER_S = 3.0
@@ -61,10 +61,10 @@ class ClusterSettings:
     spec: the engine of each replica.
     model: limits on requests, the queue's limits, and the autoscaler's bounds and targets.
     replicas: replicas at the start.
-    slow: factors on the costs of single replicas, by number.
+    slow: cost factors of slow replicas, by replica number.
     kills: times at which the longest-serving replica dies. Ray Serve replaces it after `start_s`.
-    joins: times at which a further replica is ready.
-    gateways: processes that take requests; none sees what the others send but in reports.
+    joins: times at which another replica is ready.
+    gateways: number of gateways. Each sees the requests of the others only in load reports.
     """
 
     spec: VirtualSpec
@@ -81,9 +81,9 @@ class ClusterSettings:
 
 @dataclass(slots=True)
 class Outcome:
-    """A request's fate; times in seconds since the start, None while not reached.
+    """Outcome of a request; times in seconds since the start, None until reached.
 
-    error: why it was refused or given up.
+    error: why the request was refused or given up.
     """
 
     request: SimRequest
@@ -100,7 +100,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The cluster at one moment: threads of each serving replica, and counts of all.
+    """State of the cluster at one time: threads of each serving replica, and totals.
 
     up: replicas that serve, drain or start. wanted: replicas that the autoscaler asks for.
     """
@@ -115,7 +115,7 @@ class Sample:
 
 @dataclass(slots=True)
 class ClusterRun:
-    """The results of one simulation. `step_rows` weighs device times by rows."""
+    """Results of one simulation. `step_rows` counts rows by the device time of their step."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Replica:
         self.is_draining = False
         self.outcomes: dict[str, tuple[Gateway, Outcome]] = {}
         self.is_stepping = False
-        # What is to happen between the step that runs and the next.
+        # Calls to make between the current step and the next.
         self.between_steps: list[Callable[[], None]] = []
         self.autoscaling_reports: deque[ReplicaReport] = deque(
             maxlen=round(MEAN_OVER_S / DECISION_PERIOD_S)
@@ -150,17 +150,17 @@ class Replica:
         core.device.on_step = self._note
 
     def load(self, now_s: float) -> ReplicaLoad:
-        """Return the report of the product's replica."""
+        """Return a load report, as the product's replica does."""
         return self._reporter.report(self.core.state(), len(self.outcomes), now_s)
 
     @property
     def num_threads(self) -> int:
-        """Threads that run or wait, and forks held back."""
+        """Running and waiting threads, and deferred forks."""
         state = self.core.state()
         return state.threads + state.deferred_threads
 
     def autoscaling_report(self) -> ReplicaReport:
-        """Return the mean of the last reports to the autoscaler, the present one included."""
+        """Return the mean of the last reports to the autoscaler, the current one included."""
         state = self.core.state()
         self.autoscaling_reports.append(
             ReplicaReport(
@@ -183,7 +183,7 @@ class Replica:
 
 
 class Gateway:
-    """A gateway's router, its queue, and the requests that its router has no room for yet."""
+    """A gateway: its router, its queue, and admitted requests that no replica has room for yet."""
 
     def __init__(self, router: SharedRouter) -> None:
         self.router = router
@@ -207,7 +207,7 @@ class Cluster:
         self._random = random.Random(seed)
         self._cores = VirtualCores(settings.spec)
         self._prompts = PromptTokens()
-        # What lost requests have generated, until another replica continues them.
+        # Tokens that lost requests have generated, until another replica continues them.
         self._journals: dict[str, Journal] = {}
         self._on_end: Callable[[Outcome], None] = _ignore
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -223,7 +223,7 @@ class Cluster:
     def run(
         self, requests: Sequence[SimRequest], on_end: Callable[[Outcome], None] | None = None
     ) -> ClusterRun:
-        """Serve the requests, which come in the order of their arrival."""
+        """Serve requests, which are given in order of arrival."""
         settings = self.settings
         self._on_end = on_end or _ignore
         self._num_open = len(requests)
@@ -324,7 +324,7 @@ class Cluster:
         self._wake(replica)
 
     def _advance(self) -> None:
-        """Place requests that wait, oldest first, as far as there is room."""
+        """Place waiting requests, oldest first, while there is room."""
         for gateway in self.gateways:
             while gateway.unplaced:
                 outcome, deadline_s = gateway.unplaced[0]
@@ -338,7 +338,7 @@ class Cluster:
                 self._place(gateway, gateway.queue.popleft())
 
     def _leave(self, gateway: Gateway, outcome: Outcome, error: str | None = None) -> None:
-        """End a request that has left the queue: served, or given up."""
+        """End a request that has left the queue, served or failed."""
         gateway.num_running -= 1
         request = outcome.request
         end = None
@@ -368,7 +368,7 @@ class Cluster:
             self._at(replica.core.now_s, partial(self._step, replica))
 
     def _step(self, replica: Replica) -> None:
-        """Take a step; its events are delivered at its end."""
+        """Run a step; its events are delivered at its end."""
         calls, replica.between_steps = replica.between_steps, []
         for call in calls:
             call()
@@ -381,7 +381,7 @@ class Cluster:
         self._wake(replica)
 
     def _between_steps(self, replica: Replica, call: Callable[[], None]) -> None:
-        """Call when the step that runs has ended, at once if none runs."""
+        """Make a call after the current step, or at once if none is running."""
         if replica.is_stepping:
             replica.between_steps.append(call)
         else:
@@ -475,7 +475,7 @@ class Cluster:
         self._at(self.now_s + pause_s, partial(self._place, gateway, outcome))
 
     def _start(self) -> None:
-        """Let a replica serve that has started, unless it is no longer wanted."""
+        """Add a replica that has started, unless it is no longer wanted."""
         self._num_starting -= 1
         if len(self._serving) < self._wanted:
             self._add_replica()
@@ -514,7 +514,7 @@ class Cluster:
         for _ in range(self._wanted - len(serving) - self._num_starting):
             self._num_starting += 1
             self._at(self.now_s + self.settings.start_s, self._start)
-        # The newest replicas go first; they end the requests that they have.
+        # The newest replicas drain first.
         surplus = max(0, len(serving) - max(self._wanted, 1))
         for replica in list(reversed(serving.values()))[:surplus]:
             replica.is_draining = True
@@ -542,7 +542,7 @@ class Cluster:
 
 
 def saturated_rate(settings: ClusterSettings, requests: Sequence[SimRequest]) -> float:
-    """Return the requests per second that one replica ends with as many at once as its cap."""
+    """Return the requests per second that one replica finishes while it is always at its cap."""
     prompts = PromptTokens()
     core = VirtualCores(settings.spec).build()
     waiting = iter(requests)
@@ -554,7 +554,7 @@ def saturated_rate(settings: ClusterSettings, requests: Sequence[SimRequest]) ->
     first = [each for _ in range(settings.model.requests_per_replica) for each in following(0.0)]
     served = run_open_loop(core, first, lambda end: following(end.end_s))
     ends = [each.end_s for each in served]
-    # Neither the first wave, which starts at once, nor the last, which runs alone.
+    # Skip the first wave, which starts all at once, and the last, which runs alone.
     low, high = (ends[math.floor(share * (len(ends) - 1))] for share in (0.3, 0.8))
     return 0.5 * len(ends) / (high - low)
 

@@ -13,13 +13,13 @@ import numpy.typing as npt
 from apar_core.intervals import half_width
 from cluster.lab.simulation.cluster import ClusterRun
 
-# Of the requests by arrival: the first fill the cluster, the last see it run empty.
+# Measured share of the requests, by arrival: the first fill the cluster, the last see it drain.
 MEASURED = (0.25, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objectives: time to the first token, and whole latency per text token."""
+    """Service-level objectives: time to the first token, and total latency per text token."""
 
     first_token_s: float = 2.0
     token_s: float = 0.05
@@ -27,19 +27,21 @@ class Slo:
     def __str__(self) -> str:
         return (
             f"first token within {self.first_token_s:g} s, {1000 * self.token_s:g} ms per text "
-            "token with all waiting"
+            "token, waiting included"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Seconds from a request's arrival, of the requests in the middle of a run.
+    """Measures of the requests in the middle of a run; times in seconds from arrival.
 
-    token_*: latency over text tokens. step_*: device time of the steps, weighted by rows.
-    goodput: share of requests within the objectives; failed ones are not. failed: share refused or
-    given up. imbalance: coefficient of variation of the replicas' threads, and max_over_mean those
-    of the fullest over the mean, both averaged over time. cached: share of prompt tokens found in a
-    prefix cache. preemptions: per thousand requests. rows: mean rows of a step.
+    token_*: latency per text token. step_*: device time of a step, weighted by rows.
+    goodput: share of requests within the objectives; failed requests are not.
+    failed: share of requests refused or given up.
+    imbalance: coefficient of variation of the threads per replica. max_over_mean: threads of the
+        fullest replica over the mean. Both are averaged over time.
+    cached: share of prompt tokens found in a prefix cache.
+    preemptions: per thousand requests. rows: mean rows per step.
     """
 
     mean_s: float
@@ -64,7 +66,7 @@ NAMES = tuple(field.name for field in fields(Measures))
 
 
 def measure(run: ClusterRun, slo: Slo, window_s: tuple[float, float] | None = None) -> Measures:
-    """Measure the requests of a run that came in a window, by default in its middle part."""
+    """Measure the requests that arrived in a window, by default in the middle of the run."""
     number = len(run.outcomes)
     outcomes = run.outcomes[int(MEASURED[0] * number) : math.ceil(MEASURED[1] * number)]
     if window_s is not None:
@@ -124,7 +126,7 @@ def _step_quantiles(weights: Mapping[float, int]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Means over seeds, and half the width of their 95 % intervals (0 for one seed)."""
+    """Means over seeds, and half-widths of their 95% confidence intervals (0 for one seed)."""
 
     mean: Measures
     half_width: Measures
@@ -144,6 +146,6 @@ def summarise(measured: Sequence[Measures]) -> Summary:
 def ratio(
     over: Sequence[Measures], under: Sequence[Measures], get: Callable[[Measures], float]
 ) -> tuple[float, float]:
-    """Return the mean ratio of two settings with the same seeds, and half its 95 % interval."""
+    """Return the mean ratio of two settings with the same seeds, and its 95% half-width."""
     ratios = np.array([get(a) / get(b) for a, b in zip(over, under, strict=True)])
     return float(ratios.mean()), half_width(ratios)

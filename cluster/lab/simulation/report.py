@@ -91,7 +91,7 @@ def _facts(settings: SimulationSettings, capacity: float | None) -> dict[str, st
         "Arrivals": "Poisson process"
         if settings.arrivals is None
         else f"{settings.arrivals}, compressed to the rate, with the recorded prompt lengths",
-        "Shared prompts": f"made up: {SHARE_OF_APPLICATIONS:.0%} of the requests from 20 "
+        "Shared prompts": f"synthetic: {SHARE_OF_APPLICATIONS:.0%} of the requests come from 20 "
         f"applications with a system prompt each, {SHARE_OF_CONTINUATIONS:.0%} continue a "
         "conversation",
         "SLO": str(settings.slo),
@@ -102,8 +102,8 @@ def _facts(settings: SimulationSettings, capacity: float | None) -> dict[str, st
         facts["Attention"] = "family: rows that begin with the same KV blocks read them once"
     if capacity is not None:
         facts["Load 1"] = (
-            f"{capacity:.2f} requests/s per replica, which one ends with {settings.concurrency} "
-            "requests at once and eager forks"
+            f"{capacity:.2f} requests/s per replica: the rate of a replica that always runs "
+            f"{settings.concurrency} requests, with eager forks"
         )
     if settings.slow:
         facts["Slow replicas"] = f"{settings.slow}, {settings.slowness:g} times slower"
@@ -116,7 +116,7 @@ def _facts(settings: SimulationSettings, capacity: float | None) -> dict[str, st
 
 
 def _names(results: Sequence[CaseResult]) -> tuple[list[Column], Callable[[Case], list[Cell]]]:
-    """Return the columns that tell the cases apart, and a function that fills them."""
+    """Return the columns that distinguish the cases, and a function that fills them."""
     columns = [
         Column("replicas", "d"),
         Column("load", ".2f"),
@@ -166,7 +166,7 @@ def _table(
 
 
 def _comparison(settings: SimulationSettings, results: Sequence[CaseResult]) -> ReportTable | None:
-    """Compare each case with the first of its load, seed by seed; None for one case a load."""
+    """Compare each case with the first of its load, seed by seed; None for one case per load."""
     first: dict[tuple[int, float], CaseResult] = {}
     rows = []
     columns, cells = _names(results)
@@ -195,7 +195,7 @@ def _comparison(settings: SimulationSettings, results: Sequence[CaseResult]) -> 
         f"Over the first case of each load ({case.router}, {case.fork_policy})",
         tuple(columns),
         tuple(rows),
-        note="Latencies over those of the first case, with the same requests of each seed.",
+        note="Latencies relative to the first case, with the same requests for each seed.",
     )
 
 
@@ -263,7 +263,7 @@ def _load_figure(results: Sequence[CaseResult], label: str) -> Figure:
 
 
 def _timeline(results: Sequence[CaseResult], label: str) -> Figure:
-    """Draw threads, replicas and what waits over time, of the first seed of each case."""
+    """Draw threads, replicas and waiting requests over time, for the first seed of each case."""
     import matplotlib as mpl
     from matplotlib.figure import Figure as NewFigure
 
@@ -284,7 +284,7 @@ def _timeline(results: Sequence[CaseResult], label: str) -> Figure:
                 times, [len(sample.threads) for sample in samples], drawstyle="steps-post", **style
             )
             axes[2].plot(times, [sample.queued for sample in samples], **style)
-        titles = ("threads at all replicas", "replicas that serve", "requests without a replica")
+        titles = ("threads on all replicas", "serving replicas", "requests without a replica")
         for ax, title in zip(axes, titles, strict=True):
             ax.set_title(title)
             ax.set_ylim(bottom=0)

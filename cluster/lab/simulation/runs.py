@@ -1,4 +1,4 @@
-"""The cases that the options of `apar simulate` span, and their runs with several seeds."""
+"""Cases spanned by the options of `apar simulate`, and their runs with several seeds."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _CAPACITY_WAVES = 4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the result: what differs between the cases of a simulation.
+    """The settings in which cases of a simulation differ: one row of the result.
 
-    load: share of what the replicas at the start end per second when each is saturated with eager
-        forks. target_threads, catch_up_s: the autoscaler's, None without one or for its defaults.
+    load: rate over that of the initial replicas when each is saturated with eager forks.
+    target_threads, catch_up_s: settings of the autoscaler; None without one or for its defaults.
     """
 
     replicas: int
@@ -52,11 +52,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """A grid of cases and what they share. Times in seconds; rates are of the whole cluster.
+    """A grid of cases and their common settings. Times in seconds; rates are of the whole cluster.
 
-    slow, slowness: number of slow replicas and their factor. surge: in the middle third of the
-    duration, `surge` times as many requests arrive. autoscale: bounds on the replicas. family:
-    settings of `attention: family`; None: each row reads its own KV blocks.
+    slow, slowness: number of slow replicas, and the factor by which they are slower.
+    surge: factor on the arrival rate in the middle third of the duration.
+    autoscale: bounds on the number of replicas.
+    family: settings of `attention: family`; None: each row reads its own KV blocks.
     """
 
     costs: StepCosts
@@ -109,7 +110,7 @@ class SimulationSettings:
         model = ModelConfig(max_concurrency=self.concurrency, **fields)
         forks: dict[str, Any] = model.forks.model_dump(exclude_none=True)
         if self.family is not None:
-            # Fork policy and router have to know it too.
+            # The fork policy and the router also depend on it.
             forks |= {"attention": "family", "family": asdict(self.family)}
         spec = VirtualSpec(
             self.config,
@@ -194,9 +195,10 @@ class CaseResult:
 def run_cases(
     settings: SimulationSettings, jobs: int, begin: Callable[[str, int], Callable[[], None]]
 ) -> tuple[list[CaseResult], float | None]:
-    """Run all cases, in `jobs` processes; return them and a replica's saturated rate.
+    """Run all cases in `jobs` processes; return the results and a replica's saturated rate.
 
-    The result does not depend on `jobs`. Raises EvaluationError for missing data.
+    The rate is None if the settings have rates instead of loads. The results do not depend on
+    `jobs`. Raises EvaluationError for missing data.
     """
     data = read_data(settings.traces, settings.arrivals)
     capacity = None
@@ -236,7 +238,7 @@ def run_case(
     run = Cluster(settings.cluster(case), seed).run(requests)
     window_s = None
     if settings.surge != 1.0 or settings.kills or settings.joins:
-        # The disturbance is what is to be measured, so nothing is left out.
+        # The disturbance itself is measured, so no request is left out.
         window_s = (0.0, float("inf"))
     errors: dict[str, int] = {}
     for outcome in run.outcomes:
@@ -262,15 +264,15 @@ def run_case(
 
 
 class _Worker:
-    """Does runs with the settings and the recorded data."""
+    """Runs cases with shared settings and recorded data."""
 
     def __init__(self, settings: SimulationSettings, data: RecordedData) -> None:
         self._settings = settings
         self._data = data
 
     def run(self, case: Case, seed: int) -> SeedResult:
-        """Do a run."""
+        """Run a case with a seed."""
         return run_case(self._settings, self._data, case, seed)[0]
 
     def close(self) -> None:
-        """Free nothing."""
+        """Do nothing."""

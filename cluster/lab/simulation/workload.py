@@ -1,15 +1,15 @@
 """Requests for a simulated cluster: recorded answers, at recorded times, with shared prompts.
 
-Answers are those of trace files, as tokens. Arrivals and prompt lengths are those of a recorded
-service, compressed to a rate with their bursts kept; without a file, arrivals are a Poisson process
-and prompts as long as the traces' own.
+Answers come from trace files, as tokens. Arrivals and prompt lengths come from a recorded service,
+scaled to a rate with bursts kept. Without a file, arrivals are a Poisson process, and prompts are
+as long as those of the traces.
 
-No record says which requests share a beginning, so that is made up. Half of the requests come from
-one of 20 applications, whose popularity follows Zipf's law. Each has a system prompt of 100 to 1000
-tokens, and its answers are of three categories of the trace. Three of ten requests continue a
-conversation if there is one whose last request came at least 40 s before. Their prompt holds the
-conversation so far, the restored answer included, so the engines' prefix caches find what a real
-one would.
+No recording says which requests share a prefix, so shared prefixes are synthetic. Half of the
+requests come from one of 20 applications, whose popularity follows Zipf's law. Each has a system
+prompt of 100 to 1000 tokens and answers from three categories of the trace. Three in ten requests
+continue a conversation whose last request came at least 40 s earlier, if there is one. Their prompt
+is the conversation so far, including the restored answer, so that the engines' prefix caches find
+what a real one would.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ MAX_LATER_TOKENS = 100
 LIMIT_TOKENS = 2048
 LEAST_OF_CATEGORY = 15
 CONTEXT_TOKENS = 4096
-"""Context of the simulated engines: prompts and answers are shorter together."""
+"""Context length of the simulated engines; longer than any prompt with its answer."""
 
 _PROMPT_COLUMN = "ContextTokens"
-# Random tokens that all prompts are cut from; two cuts agree in a block by chance only.
+# Size of the random token pool that prompts are cut from; two cuts share a block only by chance.
 _POOL_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A recorded answer as token ids of its threads, and as one thread.
+    """A recorded answer as token ids, by thread and as one thread.
 
     `critical_tokens` are the steps until the last thread ends if none ever waits.
     """
@@ -84,7 +84,8 @@ class Answer:
 class SimRequest:
     """One request of the workload; the router sees only its hint.
 
-    `pieces` cut the prompt: (first token in the pool, tokens), or an earlier answer.
+    `pieces` make up the prompt: each is (first index, number of tokens) in the token pool, or an
+    earlier answer.
     """
 
     request_id: str
@@ -96,7 +97,7 @@ class SimRequest:
     forked: bool = True
 
     def virtual_request(self, prompt_ids: list[int], arrival_s: float) -> VirtualRequest:
-        """Return the request as an engine core takes it."""
+        """Return the request for an engine core."""
         scripts = self.answer.threads if self.forked else {"": self.answer.flat}
         return VirtualRequest(
             self.request_id, prompt_ids, scripts, len(self.answer.flat), self.forked, arrival_s
@@ -113,7 +114,7 @@ class RecordedArrivals:
     def take(self, number: int, rate: float, start: int) -> list[tuple[float, int]]:
         """Return (time, prompt tokens) of `number` requests from the `start`-th on, cyclically.
 
-        The gaps are stretched to a mean rate of `rate` a second; bursts stay, relative to it.
+        The gaps are scaled to a mean rate of `rate` per second, which keeps bursts.
         """
         size = len(self.gaps_s)
         gaps = [self.gaps_s[(start + index) % size] for index in range(number)]
@@ -138,7 +139,7 @@ class RecordedData:
 
 
 def read_data(traces: Sequence[Path], arrivals: Path | None) -> RecordedData:
-    """Read trace files, and a table of TIMESTAMP and ContextTokens as Azure publishes it.
+    """Read trace files, and a table of TIMESTAMP and ContextTokens in Azure's published format.
 
     Raises EvaluationError for a missing or invalid file.
     """
@@ -185,7 +186,7 @@ class _Application:
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """A conversation up to the end of its last answer; hashes and tokens up to each piece."""
+    """A conversation up to its last answer; hashes and tokens of the prefix up to each piece."""
 
     application: _Application | None
     last_s: float
@@ -195,7 +196,7 @@ class _Conversation:
 
 
 class Workload:
-    """Draws requests; equal seeds draw equal requests, whatever serves them."""
+    """Source of random requests; equal seeds give equal requests, whatever serves them."""
 
     def __init__(self, data: RecordedData, seed: int) -> None:
         self._data = data
@@ -203,14 +204,14 @@ class Workload:
         self._applications = _applications(data.answers, random.Random(7))
         self._weights = [1.0 / (each.number + 1) for each in self._applications]
         self._open: deque[_Conversation] = deque()
-        # Conversations that may go on, the newest of them: people answer soon or never.
+        # The newest conversations that may continue: people reply soon or never.
         self._ready: deque[_Conversation] = deque(maxlen=100)
         self._num_hashes = 0
 
     def requests(
         self, stages: Sequence[tuple[float, float]], *, forked: bool = True
     ) -> list[SimRequest]:
-        """Return the requests of stages (seconds, requests per second) that follow each other."""
+        """Return the requests of consecutive stages (seconds, requests per second)."""
         times: list[tuple[float, int | None]] = []
         begin_s = 0.0
         for seconds, rate in stages:
@@ -256,7 +257,7 @@ class Workload:
         return SimRequest(request_id, at_s, prompt_tokens, pieces, answer, hint, forked)
 
     def _hint(self, hashes: tuple[int, ...], tokens: tuple[int, ...], forked: bool) -> RequestHint:
-        # A gateway estimates tokens from characters.
+        # A gateway only estimates token counts, from characters.
         wrong = self._random.uniform(0.85, 1.15)
         limited = self._random.random() < SHARE_WITH_LIMIT
         return RequestHint(
@@ -318,7 +319,7 @@ def _applications(answers: Sequence[Answer], chosen: random.Random) -> list[_App
 
 
 class PromptTokens:
-    """Token ids of prompts, made when a request is sent: all at once would take gigabytes."""
+    """Token ids of prompts, created when a request is sent: all at once would take gigabytes."""
 
     def __init__(self) -> None:
         self._pool = random.Random(1).choices(TEXT_IDS, k=_POOL_TOKENS)

@@ -1,1 +1,1 @@
-"""Size of the cluster that a load needs: memory, step times, queueing."""
+"""Cluster size for a given load: memory, step times, queueing."""

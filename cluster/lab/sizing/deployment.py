@@ -1,4 +1,4 @@
-"""A plan as settings: the cluster's YAML, and the parameters of a Kubernetes overlay."""
+"""Configuration for a plan: the cluster's YAML, and parameters of a Kubernetes overlay."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from cluster.lab.sizing.plan import Plan
 from deployments.config import ClusterConfig, problems_of
 from deployments.config.model import MAX_THREADS
 
-# Of an engine's pod beside weights and KV cache: Python, torch, vLLM's and Ray's processes, 2 to
-# 2.5 GiB for a small model without a GPU. With one, CUDA's context, pinned buffers, compiled
-# kernels and Ray's object store are assumed.
+# Host memory of an engine pod besides weights and KV cache. Without a GPU: Python, torch, and the
+# processes of vLLM and Ray, 2 to 2.5 GiB for a small model. With a GPU: an assumption for the CUDA
+# context, pinned buffers, compiled kernels and Ray's object store.
 _HOST_CPU_GIB = 4
 _HOST_GPU_GIB = 24
 _LIMIT_GIB = 8
-# vLLM's own advice: two busy processes, and one per GPU.
+# vLLM's advice: two busy processes, and one per GPU.
 _BUSY_PROCESSES = 2
 
 
 GIB = 2**30
-# Checkpoints that have the shape of a known model without weights.
+# Checkpoints with the shapes of known models that have no weights.
 _CHECKPOINTS = {"llama-7b": "apar-7b", "llama-13b": "apar-13b"}
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model as the configuration names it, and its engines.
+    """The model as the configuration names it, and the settings of its engines.
 
-    gpu_memory_share is None on a CPU. kv_bytes: of the KV cache of a replica. block_size: tokens of
-    a KV block; None: the engine's default.
+    gpu_memory_share: None on a CPU. kv_bytes: size of a replica's KV cache. block_size: tokens per
+    KV block; None: the engine's default.
     """
 
     model: str
@@ -48,16 +48,16 @@ class Served:
 
 
 def cluster_yaml(plan: Plan, served: Served) -> str:
-    """Return the `models` of a configuration file, read back by our own configuration.
+    """Return the `models` section of a configuration file, validated by `ClusterConfig`.
 
-    Raises SizingError if that refuses it.
+    Raises SizingError if it is invalid.
     """
     model = _model(plan, served)
     text = yaml.safe_dump({"models": [model]}, sort_keys=False)
     try:
         ClusterConfig.model_validate(yaml.safe_load(text))
     except ValidationError as error:
-        raise SizingError(f"the plan is no valid configuration: {problems_of(error)}") from error
+        raise SizingError(f"the plan's configuration is invalid: {problems_of(error)}") from error
     return text
 
 
@@ -80,7 +80,7 @@ def _model(plan: Plan, served: Served) -> dict[str, Any]:
     else:
         model["kv_cache_gib"] = round(served.kv_bytes / GIB, 3)
     model["max_concurrency"] = cap
-    # `max_num_seqs` comes out as the cap times this, rounded up.
+    # `max_num_seqs` becomes the cap times this, rounded up.
     peak_rows = max(run.peak_rows, plan.best.found.saturated.run.peak_rows)
     threads = min(MAX_THREADS, max(cap, peak_rows))
     model["threads_per_request"] = math.ceil(1000 * threads / cap) / 1000
@@ -94,15 +94,15 @@ def _model(plan: Plan, served: Served) -> dict[str, Any]:
 
 
 def overlay_values(plan: Plan, served: Served) -> dict[str, Any]:
-    """Return the parameters.env of a Kubernetes overlay: engine pods with one replica each.
+    """Return the values of a Kubernetes overlay's parameters.env: one replica per engine pod.
 
-    With bounds for the autoscaler there are pods for the minimum, and components/autoscaling adds
-    pods up to the maximum.
+    With autoscaler bounds there are pods for the minimum, and components/autoscaling adds pods up
+    to the maximum.
     """
     has_gpu = served.gpu_memory_share is not None
     weights_gib = served.weight_bytes / GIB
     if has_gpu:
-        # While it loads, a checkpoint's files lie in the page cache, which counts too.
+        # During loading, the checkpoint's files are in the page cache, which counts as pod memory.
         memory_gib = _HOST_GPU_GIB + math.ceil(weights_gib)
     else:
         memory_gib = _HOST_CPU_GIB + math.ceil(weights_gib + served.kv_bytes / GIB)
@@ -111,7 +111,7 @@ def overlay_values(plan: Plan, served: Served) -> dict[str, Any]:
     values: dict[str, Any] = {
         "pods": pods,
         "max-pods": plan.num_replicas,
-        # One at least may go, or no node could be drained.
+        # At least one pod may be evicted, or no node could be drained.
         "available-pods": max(1, min(plan.num_serving, pods - 1)),
         "cpu": _BUSY_PROCESSES + served.tensor_parallel,
         "memory": f"{memory_gib + _LIMIT_GIB}Gi",

@@ -1,7 +1,7 @@
-"""Why no plan can be made."""
+"""Sizing error."""
 
 from apar_core.errors import AparError
 
 
 class SizingError(AparError):
-    """The wishes cannot be met, or something to plan with is missing; the message has figures."""
+    """No plan meets the requirements, or an input is missing or wrong; the message has figures."""

@@ -23,9 +23,9 @@ from cluster.lab.sizing.search import (
     saturate,
 )
 
-# Beside the cap found, so much of it is tried.
+# This share of the cap found is also tried.
 _LOWER_CAP = 0.6
-# The confirming run has other arrivals, and more of them.
+# The confirming run has other arrivals, and this many times the requests.
 _CONFIRMED_TIMES = 2.5
 OPTIONS = {"first token": "--first-token", "time per token": "--token", "latency": "--latency"}
 """The option of `apar plan` for each limit."""
@@ -33,12 +33,12 @@ OPTIONS = {"first token": "--first-token", "time per token": "--token", "latency
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load to be served.
+    """The load to serve.
 
-    requests_per_s or users: exactly one of them. A user sends a request, waits for the answer,
+    requests_per_s, users: exactly one of them is set. A user sends a request, waits for the answer,
         and thinks for `think_s` seconds before the next.
     headroom: growth of the load to plan for, as a share of it.
-    spare: replicas that may be missing.
+    spare: extra replicas, so that as many may be missing.
     """
 
     requests_per_s: float | None = None
@@ -54,18 +54,18 @@ class Load:
             raise SizingError("the load must be above 0")
 
     def serving(self, rate: float, mean_latency_s: float) -> int:
-        """Return the replicas that serve the load and its headroom at a rate for each."""
+        """Return how many replicas serve the load and its headroom at `rate` each."""
         if self.requests_per_s is not None:
             worth = self.requests_per_s / rate
         else:
             assert self.users is not None
-            # Response time law: requests under way or thought about.
+            # Response time law: a user either waits for an answer or thinks.
             worth = self.users / (rate * (mean_latency_s + self.think_s))
-        # Floating-point sums may exceed a whole number slightly.
+        # Floating-point sums may slightly exceed a whole number.
         return max(1, math.ceil(worth * (1 + self.headroom) - 1e-9))
 
     def rate_each(self, serving: int, mean_latency_s: float) -> float:
-        """Return the rate of each of so many replicas without the headroom."""
+        """Return the rate of each of `serving` replicas, without headroom."""
         if self.requests_per_s is not None:
             return self.requests_per_s / serving
         assert self.users is not None
@@ -74,7 +74,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A candidate with the replicas that it needs; None where no number of them is enough."""
+    """A candidate and the replicas it needs; None if no number of replicas is enough."""
 
     found: Found
     serving: int | None
@@ -91,13 +91,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A recommendation, and what was tried for it.
+    """A recommendation, and the candidates tried.
 
-    best: the recommended candidate with the rate and the run of the confirming run.
-    searched: the same by the bisection alone, whose rate may be higher.
+    best: the recommended candidate, with the confirmed rate and the confirming run.
+    searched: the same candidate as bisection found it; its rate may be higher.
     choices: all candidates, in the order of hardware, forks and cap.
-    sequential: the best candidate without forks on the same hardware, None if nothing forks.
-    expected_rate, expected: each replica at the load without headroom.
+    sequential: the best candidate without forks on the same hardware; None if nothing forks.
+    expected_rate, expected: rate and run of each replica at the load without headroom.
     """
 
     load: Load
@@ -129,7 +129,7 @@ class Plan:
 
 
 Started = Callable[[str, int], Callable[[], None]]
-"""Begins a stage with a number of steps; the returned function is called after each."""
+"""Starts a progress stage with a number of steps; the returned function is called after each."""
 
 
 def make_plan(
@@ -140,11 +140,11 @@ def make_plan(
     prices: Sequence[float] = (),
     started: Started = lambda _stage, _total: lambda: None,
 ) -> Plan:
-    """Find the hardware and cap that serve a load within its limits at the least cost.
+    """Find the hardware and cap that serve a load within its limits at the lowest cost.
 
     `caps` replaces the caps that are tried by default. The cost is the number of GPUs, or their
     price if `prices` has one for each replica's GPU; ties go to fewer replicas, then to the
-    hardware named first. Raises SizingError if no candidate keeps the limits.
+    hardware named first. Raises SizingError if no candidate meets the limits.
     """
     search = _Search(load, runs, tuple(caps), tuple(prices))
     modes = (True, False) if runs.forks else (False,)
@@ -188,7 +188,7 @@ def make_plan(
 
 
 class _Search:
-    """The searches of one plan."""
+    """Searches for one plan."""
 
     def __init__(
         self, load: Load, runs: Runner, caps: tuple[int, ...], prices: tuple[float, ...]
@@ -199,7 +199,7 @@ class _Search:
         self._prices = prices
 
     def choices(self, index: int, cap: int | None, *, forked: bool) -> list[Choice]:
-        """Return a replica's candidates: with the given cap, or the best one and a lower one."""
+        """Return a replica's candidates: the given cap, or the best cap and a lower one."""
         runs = self._runs
         if cap is not None:
             candidate = Candidate(index, cap, forked)
@@ -213,7 +213,7 @@ class _Search:
         return [self.choice(each) for each in found]
 
     def choice(self, found: Found) -> Choice:
-        """Return a candidate with the replicas that the load needs of it."""
+        """Return a candidate with the number of replicas that the load needs."""
         if found.run is None:
             return Choice(found, None, None, None)
         serving = self._load.serving(found.rate, found.run.mean_latency_s)
@@ -224,9 +224,10 @@ class _Search:
         return Choice(found, serving, replicas, gpus, price)
 
     def confirmed(self, searched: Choice) -> tuple[Choice, float, ReplicaRun]:
-        """Return a candidate at the highest rate that a longer run with other arrivals confirms.
+        """Confirm a candidate in a longer run with other arrivals, lowering its rate if needed.
 
-        Also the rate and the run of each replica at the load without headroom.
+        Returns the candidate at the confirmed rate, and the rate and run of each replica at the
+        load without headroom.
         """
         runs, found = self._runs, searched.found
         seed = runs.conditions.seed + 1
@@ -236,7 +237,7 @@ class _Search:
             return runs.run(found.candidate, rate, measured=measured, seed=seed, is_complete=True)
 
         def expected_rate(choice: Choice) -> float:
-            # A lower rate has a lower latency, so that users send more; headroom covers it.
+            # A lower rate has a lower latency, so users send more requests; headroom covers this.
             assert choice.serving is not None
             rate = self._load.rate_each(choice.serving, choice.run.mean_latency_s)
             return grid_rate(rate_place(rate) + 1)
@@ -265,7 +266,7 @@ def _cost(choice: Choice) -> tuple[float, int, int, int]:
 
 
 def _impossible(choices: Sequence[Choice], runs: Runner) -> str:
-    """Say which limits no number of replicas keeps, and what an idle one reaches."""
+    """Say which limits no number of replicas can meet, and what an idle replica reaches."""
     limits = runs.conditions.slos.named()
     parts = []
     for choice in choices:
@@ -280,4 +281,4 @@ def _impossible(choices: Sequence[Choice], runs: Runner) -> str:
         part = f"on an idle {hardware}: {reached}"
         if part not in parts:
             parts.append(part)
-    return f"no number of replicas keeps these limits {'; '.join(parts)}"
+    return f"no number of replicas meets these limits: {'; '.join(parts)}"

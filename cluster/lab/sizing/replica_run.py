@@ -1,6 +1,6 @@
-"""One replica under an open loop of requests, in virtual time.
+"""One replica under open-loop load, in virtual time.
 
-The replica is a `VirtualCore`: vLLM's scheduler and KV-cache manager with our forks, where only the
+The replica is a `VirtualCore`: vLLM's scheduler and KV-cache manager with our forks. Only the
 duration of a step is modeled.
 """
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from cluster.loadtest.replay_answers import ReplayAnswer
 
 QUANTILE = 0.99
-# The warm-up ends when so many requests have ended for each that is under way; at the latest, and
-# at the earliest, after so many arrivals.
+# The warm-up ends when the finished requests are this multiple of those in the replica, within this
+# range of arrivals.
 _TURNOVERS = 1.5
 _WARM_UP = range(50, 1000)
-# Requests that wait in a saturated replica, so that an ended one is replaced in the next step.
+# Requests kept waiting at a saturated replica, so that a finished one is replaced in the next step.
 _BACKLOG = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Slos:
-    """Limits in seconds that 99% of the requests keep; None for no limit.
+    """Limits in seconds that 99% of the requests must meet; None for no limit.
 
     first_token_s: from arrival to the first token.
-    token_s: from the first to the last token, per step of the critical path after the first. It is
-        the metric `apar_time_per_output_token_seconds`.
+    token_s: from the first to the last token, per step of the critical path after the first. This
+        is the metric `apar_time_per_output_token_seconds`.
     latency_s: from arrival to the end of the answer.
     """
 
@@ -42,7 +42,7 @@ class Slos:
     latency_s: float | None = None
 
     def named(self) -> dict[str, float]:
-        """Return the limits that are set, by the names of `Quantiles` in `ReplicaRun`."""
+        """Return the limits that are set, by the names in `ReplicaRun.times`."""
         limits = {
             "first token": self.first_token_s, "time per token": self.token_s,
             "latency": self.latency_s,
@@ -52,7 +52,7 @@ class Slos:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Median and 99% quantile in seconds."""
+    """Median and 99th percentile in seconds."""
 
     p50_s: float
     p99_s: float
@@ -60,17 +60,17 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRun:
-    """Measurements of a replica under a rate of requests.
+    """Measurements of a replica at one request rate.
 
-    times: by name as in `Slos.named`, of the requests that had their first token, or ended, after
-        the warm-up.
-    broken: the limits that more than 1% of the requests missed. A run that breaks one ends early
-        unless it is to be complete, and its other figures are of the part that was run.
+    times: by name as in `Slos.named`, over requests whose first token, or end, came after the
+        warm-up.
+    broken: limits that more than 1% of the requests missed. Such a run ends early unless it must be
+        complete; its other figures then cover only the part that ran.
     rows_per_s: tokens generated per second after the warm-up, control and end tokens included.
-    kv_use, kv_peak: mean share of the KV cache in use after the warm-up, and the largest.
-    rows: mean sequences per step after the warm-up. peak_rows: the largest number.
+    kv_use: mean share of the KV cache in use after the warm-up. kv_peak: largest share of the run.
+    rows: mean sequences per step after the warm-up. peak_rows: the most in any step of the run.
     requests: mean requests in the replica after the warm-up, waiting ones included.
-    peak_running, peak_waiting: the most requests within the cap, and the most that waited for it.
+    peak_running, peak_waiting: most requests running at once, and most waiting because of the cap.
     """
 
     times: dict[str, Times]
@@ -90,10 +90,10 @@ class ReplicaRun:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """A load on one replica.
+    """Load on one replica.
 
-    cap: most requests that run at once; further ones wait.
-    measured: requests that end after the warm-up.
+    cap: maximum number of running requests; further ones wait.
+    measured: requests that finish after the warm-up.
     """
 
     cap: int
@@ -104,7 +104,7 @@ class ReplicaLoad:
 
 @dataclass(slots=True)
 class _Window:
-    """Sums over the steps after the warm-up; `..._s` are weighted by the steps' seconds."""
+    """Sums over the steps after the warm-up; `kv_s` and `requests_s` are weighted by step time."""
 
     seconds: float = 0.0
     kv_s: float = 0.0
@@ -122,11 +122,11 @@ def run_replica(
     *,
     is_complete: bool = False,
 ) -> ReplicaRun:
-    """Run a new core under an open loop of requests, which come again and again.
+    """Run a new core under open-loop load that cycles through the requests.
 
-    Without `arrivals` the replica is saturated: a request comes when another has ended. After a
-    warm-up, the run goes on until `load.measured` requests have ended. Unless `is_complete`, it
-    ends early when more than 1% of so many requests have missed a limit.
+    Without `arrivals` the replica is saturated: each finished request is replaced by a new one.
+    After a warm-up, the run continues until `load.measured` requests have finished. Unless
+    `is_complete`, it ends early once more than 1% of that number have missed a limit.
     """
     return _Run(core, requests, arrivals, load, slos).result(is_complete=is_complete)
 
@@ -148,7 +148,7 @@ class _Run:
         self._limits = slos.named()
         number = 2 * (_WARM_UP.stop + load.measured)
         self._times_s = None if arrivals is None else arrivals.times_s(number, load.seed)
-        # By index of the request.
+        # By request index.
         self._arrivals_s: list[float] = []
         self._first_tokens_s: dict[int, float] = {}
         self._num_ended = self._num_measured = 0
@@ -162,7 +162,7 @@ class _Run:
         self._peak_running = self._peak_waiting = 0
 
     def result(self, *, is_complete: bool) -> ReplicaRun:
-        """Run to the end, and return what was measured."""
+        """Run to the end and return the measurements."""
         core, load, window = self._core, self._load, self._window
         core.scheduler.gate.max_requests = load.cap
         while self._num_measured < load.measured and (is_complete or not self._broken()):
@@ -269,12 +269,12 @@ class _Run:
 
 
 def _num_above(number: int) -> int:
-    """Return how many of the slowest requests a quantile leaves out."""
+    """Return how many of the slowest requests lie above the 99th percentile."""
     return math.floor((1 - QUANTILE) * number + 1e-9)
 
 
 def _times(seconds: Sequence[float]) -> Times:
-    """Return median and 99% quantile, NaN without any time."""
+    """Return median and 99th percentile; NaN for an empty sequence."""
     if not seconds:
         return Times(math.nan, math.nan)
     ordered = sorted(seconds)

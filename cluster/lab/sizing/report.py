@@ -16,7 +16,7 @@ _CONDITIONS = {"throughput": f"{UTILISATION:.0%} of a saturated replica's rate"}
 
 
 def provenance(plan: Plan) -> str:
-    """Return whether the step costs of the recommended hardware are predicted, or measured."""
+    """Say whether step costs are predicted or measured for the recommended hardware."""
     costs = plan.hardware.costs
     how = "predicted for" if costs.kind == "predicted" else "step costs measured for"
     return f"{how} {plan.hardware.hardware}"
@@ -31,7 +31,7 @@ def recommendation(plan: Plan, model: str, kv_bytes_per_token: float) -> dict[st
         f"{best.found.candidate.cap}, {provenance(plan)}",
         "rate per replica": f"up to {_rate(best.found.rate)} requests/s within the limits"
         + (
-            f"; {_rate(plan.searched.found.rate)} by the bisection, less by a longer run"
+            f"; {_rate(plan.searched.found.rate)} in the search, fewer in the longer confirming run"
             if plan.searched.found.rate > best.found.rate
             else ""
         ),
@@ -43,7 +43,7 @@ def recommendation(plan: Plan, model: str, kv_bytes_per_token: float) -> dict[st
         "preemptions",
     }
     peak_rows = max(run.peak_rows, best.found.saturated.run.peak_rows)
-    facts["rows"] = f"{run.rows:.0f} a step on average, {peak_rows} at most" + (
+    facts["rows"] = f"{run.rows:.0f} per step on average, {peak_rows} at most" + (
         f"; forks wait above {MAX_THREADS}" if peak_rows > MAX_THREADS else ""
     )
     if replica.num_gpus:
@@ -53,11 +53,11 @@ def recommendation(plan: Plan, model: str, kv_bytes_per_token: float) -> dict[st
         facts["forks"] = _forks(plan, plan.sequential)
     if replica.family is not None:
         facts["attention"] = (
-            "threads that begin with the same KV blocks read these once (attention: family); its "
+            "threads that begin with the same KV blocks read them once (attention: family); "
             + (
-                "saving and its cost are predicted, and no GPU has measured them"
+                "saving and cost are predicted, not measured on a GPU"
                 if replica.costs.group_pass_s
-                else "cost is not in these step costs, so the plan is optimistic"
+                else "its cost is not in these step costs, so the plan is optimistic"
             )
         )
     facts["requests"] = plan.conditions.workload.describe() + (
@@ -84,7 +84,7 @@ def candidates_table(plan: Plan) -> ReportTable:
         "Candidates, each at its highest rate within the limits",
         columns,
         tuple(rows),
-        "saturated: rate at which requests end when as many as the cap run all the time. rows: "
+        "saturated: rate at which requests finish when the replica is always at its cap. rows: "
         "sequences per step.",
     )
 

@@ -1,4 +1,4 @@
-"""The requests of a load: recorded answers, or random trees with given lengths."""
+"""Requests of a load: recorded answers, or random trees with given lengths."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from cluster.loadtest.trace import read_trace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Details of one answer: the coefficient of variation of their lengths is 0.6.
+# Gamma shape of the lengths of one answer's details: a coefficient of variation of 0.6.
 _DETAIL_SHAPE = 2.8
-# Parts of the root thread's text: its introduction; its conclusion, which less than half have.
+# Weights of the root thread's introduction and conclusion, per fork; the paragraphs between forks
+# weigh 1. Fewer than half of the answers have a conclusion.
 _INTRODUCTION_SHARE = 0.3
 _CONCLUSION_SHARE = 0.35
 _CONCLUSION_CHANCE = 0.45
-# Correlation between the length of an answer and its forks.
+# Correlation between an answer's length and its number of forks.
 _FORKS_WITH_LENGTH = 0.7
 _LEVELS = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
@@ -41,8 +42,8 @@ class ForkProfile:
 
     forking: share of the answers that fork.
     prompts, answers: quantiles of the lengths in tokens; only their proportions are used.
-    forks: quantiles of the forks of an answer that forks.
-    root: quantiles of the root thread's share of the text of an answer that forks.
+    forks: quantiles of the number of forks, over answers that fork.
+    root: quantiles of the root thread's share of the text, over answers that fork.
     """
 
     name: str
@@ -91,7 +92,7 @@ def find_profile(name: str) -> ForkProfile:
 class Workload:
     """Source of a load's requests.
 
-    trace: recorded answers; then `forks` and the lengths are not used.
+    trace: file of recorded answers, with which the other fields are unused.
     forks: name of a fork profile.
     prompt_tokens, answer_tokens: mean lengths.
     """
@@ -111,7 +112,7 @@ class Workload:
         )
 
     def requests(self, number: int, *, max_tokens: int, seed: int) -> list[ReplayAnswer]:
-        """Return so many requests; equal arguments give equal requests.
+        """Return `number` requests; equal arguments give equal requests.
 
         A trace with fewer answers is repeated. Raises SizingError if requests of this workload do
         not fit into `max_tokens`, prompt included.
@@ -154,7 +155,7 @@ def _random_request(
     tree: ParagraphTree[int] = ParagraphTree()
     tokens = checkpoint_tokens()
     ids = _token_source(random)
-    # A root paragraph and a detail for each fork, of one token at least.
+    # Each fork needs a root paragraph and a detail of at least one token.
     num_forks = min(forks, (answer_tokens - 1) // 2)
     if num_forks == 0:
         tree.append(ROOT_THREAD, ids(answer_tokens))
@@ -197,7 +198,7 @@ def _token_source(random: Random) -> Callable[[int], list[int]]:
 
 
 def _split(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide a total by weights into whole numbers with the same sum."""
+    """Split a total by weights into integers with the same sum."""
     whole, parts, before = sum(weights), [], 0
     reached = 0.0
     for weight in weights:
@@ -234,7 +235,7 @@ def _recorded(trace: Path, number: int, max_tokens: int) -> list[ReplayAnswer]:
         )
     except EvaluationError as error:
         raise SizingError(f"--trace: {error}") from error
-    # A repeated prompt is another one for the prefix cache.
+    # A repetition has other token ids, so that it misses the prefix cache.
     return [
         replace(
             answer, prompt_ids=tuple(folded_ids(answer.prompt_ids, offset=index // len(answers)))

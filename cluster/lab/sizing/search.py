@@ -1,9 +1,9 @@
-"""The highest rate of requests that a replica serves within limits, by bisection over runs.
+"""Search for the highest request rate that a replica serves within limits.
 
-First the cap on concurrent requests: the largest with which a saturated replica keeps the time per
-token. Then the rate. Rates lie on a grid of 3% steps, the same for all candidates, so that equal
-candidates get equal rates and stricter limits never a higher one. A run depends on its arguments
-alone, not on the process that does it.
+The search first finds the cap on concurrent requests: the largest at which a saturated replica
+meets the limit on time per token. It then bisects the rate. Rates lie on a grid of 3% steps, the
+same for all candidates: equal candidates get equal rates, and stricter limits never a higher rate.
+A run depends only on its arguments, not on the process that executes it.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
     from cluster.loadtest.replay_answers import ReplayAnswer
 
 UTILISATION = 0.9
-"""Share of the rate of a saturated replica that is planned for at most: beyond it, a queue takes
-minutes to reach its length, and no run is long enough."""
+"""Largest planned share of a saturated replica's rate. Above it, a queue takes minutes to reach
+its steady length, and no run is long enough."""
 _STEP = 1.03
 _SIGNIFICANT_DIGITS = 3
-# The first steps from a rate to one on the other side of the limits: 27%.
+# First jump of the rate search in grid steps: 27%.
 _JUMP = 8
-# A replica is idle so many steps below its highest rate, at a twentieth of it.
+# Grid steps below its highest rate at which a replica counts as idle: a twentieth of that rate.
 _IDLE_STEPS = 100
 _IDLE_MEASURED = 100
 _CAP_STEP = 1.1
-# Requests that are made; a longer run repeats them.
+# Distinct requests; a longer run repeats them.
 _DISTINCT = 2000
 _EVEN_REQUESTS = 200
 
 
 @dataclass(frozen=True)
 class Replica:
-    """An engine to be tried: the hardware's name, step costs, KV cache, and the model's shape.
+    """An engine to try: the hardware's name, step costs, KV cache, and the model's shape.
 
-    num_gpus: GPUs per replica, 0 on a CPU, whose engine does not schedule ahead.
+    num_gpus: GPUs per replica; 0 on a CPU, where scheduling is not asynchronous.
     family: settings of `attention: family`; None: each row reads its own KV blocks.
     """
 
@@ -85,7 +85,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica, by its index in the question, with a cap on its requests, forked or not."""
+    """A replica, by its index in `Runner.replicas`, with a cap on running requests."""
 
     replica: int
     cap: int
@@ -94,7 +94,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Saturated:
-    """A candidate that always runs as many requests as its cap, and the rate at which they end."""
+    """A run of a candidate that is always at its cap, and the rate at which requests finish."""
 
     candidate: Candidate
     run: ReplicaRun
@@ -104,12 +104,12 @@ class Saturated:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The highest rate of a candidate within the limits, by its place on the grid.
+    """Highest rate of a candidate within the limits.
 
-    run: the run at that rate; None if even an idle replica misses a limit, then `idle` is the run
-        of that.
-    broken: limits that are missed one step of the grid above; "throughput" if that rate is more
-        than `UTILISATION` of the saturated one.
+    place: position of the rate on the grid.
+    run: the run at that rate; None if even an idle replica misses a limit (`idle` is its run).
+    broken: limits missed one grid step higher; "throughput" if that rate exceeds `UTILISATION` of
+        the saturated rate. Without a run, the limits that an idle replica misses.
     """
 
     saturated: Saturated
@@ -126,7 +126,7 @@ class Found:
 
     @property
     def rate(self) -> float:
-        """The rate in requests per second, 0 if there is none."""
+        """Requests per second; 0 if no rate is within the limits."""
         return 0.0 if self.run is None else grid_rate(self.place)
 
 
@@ -134,9 +134,10 @@ class Found:
 class Shape:
     """Means over requests.
 
-    steps: of the critical path. tokens: generated, control and end tokens included, with those
-        that are computed past the end of a thread because the next step is scheduled ahead.
-    context: tokens that a generated one attends to, of which `prompt` are those of the client.
+    steps: steps of the critical path.
+    tokens: generated tokens, with control and end tokens, and the token that asynchronous
+        scheduling computes past the end of each thread.
+    context: tokens that a generated token attends to. prompt: tokens of the client's prompt.
     """
 
     steps: float
@@ -147,12 +148,12 @@ class Shape:
 
 @cache
 def grid_rate(place: int) -> float:
-    """Return the rate at a place of the grid, in requests per second."""
+    """Return the rate at a position of the grid, in requests per second."""
     return float(f"{_STEP**place:.{_SIGNIFICANT_DIGITS}g}")
 
 
 def rate_place(rate: float) -> int:
-    """Return the place of the largest rate of the grid that is not above a rate."""
+    """Return the grid position of the largest grid rate that is not above a rate."""
     place = math.ceil(math.log(rate, _STEP)) + 1
     while grid_rate(place) > rate:
         place -= 1
@@ -160,7 +161,7 @@ def rate_place(rate: float) -> int:
 
 
 class Runner:
-    """Does runs of candidates in worker processes, or in this one if there are none."""
+    """Runs candidates in worker processes, or in this process if there is no pool."""
 
     def __init__(
         self, replicas: Sequence[Replica], conditions: Conditions, pool: ProcessPoolExecutor | None
@@ -190,7 +191,10 @@ class Runner:
         seed: int | None = None,
         is_complete: bool = False,
     ) -> ReplicaRun:
-        """Run a candidate at a rate, or saturated; with the conditions' limits by default."""
+        """Run a candidate at a rate, or saturated if it is None.
+
+        Limits, number of measured requests and seed are those of the conditions by default.
+        """
         conditions = self.conditions
         load = ReplicaLoad(
             candidate.cap,
@@ -206,12 +210,12 @@ class Runner:
         return self._pool.submit(_run, *task).result()
 
     def largest_cap(self, replica: int, *, forked: bool) -> int:
-        """Return how many requests have room in the KV cache on average."""
+        """Return how many requests fit into the KV cache on average, at most `MAX_THREADS`."""
         context = self.shape(forked=forked).context
         return max(1, min(MAX_THREADS, int(self.replicas[replica].kv_tokens / context)))
 
     def estimated_cap(self, replica: int, token_s: float, *, forked: bool) -> int:
-        """Return about how many requests keep the time per token; where the search begins."""
+        """Estimate the largest cap that meets a time per token, to start the search there."""
         shape, costs = self.shape(forked=forked), self.replicas[replica].costs
         reads_together = forked and self.replicas[replica].family is not None
 
@@ -220,7 +224,7 @@ class Runner:
             batch = StepBatch(rows, round(rows * shape.context))
             further = rows - requests
             if reads_together and further > 0:
-                # At least the prompt is read once for all threads of a request.
+                # All threads of a request read at least the prompt together.
                 saved = round(further * shape.prompt)
                 batch = replace(
                     batch, saved_tokens=saved, group_passes=1, groups=requests, grouped_rows=rows
@@ -235,7 +239,7 @@ class Runner:
 
 @contextmanager
 def runner(replicas: Sequence[Replica], conditions: Conditions, processes: int) -> Iterator[Runner]:
-    """Provide a runner with so many worker processes; with one, runs are done in this process."""
+    """Provide a runner with `processes` worker processes; with 1, it runs in this process."""
     if processes == 1:
         yield Runner(replicas, conditions, None)
         return
@@ -244,7 +248,10 @@ def runner(replicas: Sequence[Replica], conditions: Conditions, processes: int) 
 
 
 def all_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return the results of calls that mostly wait for worker processes, in order."""
+    """Make calls in parallel threads and return their results in order.
+
+    For calls that mostly wait for worker processes.
+    """
     if not calls:
         return []
     with ThreadPoolExecutor(len(calls)) as executor:
@@ -255,10 +262,10 @@ def all_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 def highest(
     keeps: Callable[[int], bool], start: int, *, jump: int, least: int, most: int
 ) -> int | None:
-    """Return the largest number from `least` to `most` that keeps; None if `least` does not.
+    """Return the largest number from `least` to `most` for which `keeps` is true; None if none is.
 
-    Larger numbers are taken to be no easier. The search leaves `start` by doubling jumps, and then
-    halves the interval.
+    `keeps` is assumed to stay false once it is false for a smaller number. The search moves away
+    from `start` in doubling jumps, then bisects.
     """
     low, high = least - 1, most + 1
     number = min(max(start, least), most)
@@ -274,10 +281,9 @@ def highest(
 
 
 def find_cap(runs: Runner, replica: int, *, forked: bool) -> Saturated:
-    """Return the largest cap under which a saturated replica keeps the time per token.
+    """Return the largest cap at which a saturated replica meets the limit on time per token.
 
-    At most as many requests as have room in the KV cache on average. The cap is 1 if none keeps
-    the time per token.
+    The cap is at most `Runner.largest_cap`. It is 1 if no cap meets the limit.
     """
     most = runs.largest_cap(replica, forked=forked)
     steps = range(math.ceil(math.log(most, _CAP_STEP)) + 1) if most > 1 else range(1)
@@ -299,7 +305,7 @@ def find_cap(runs: Runner, replica: int, *, forked: bool) -> Saturated:
 
 
 def saturate(runs: Runner, candidate: Candidate, *, is_complete: bool = False) -> Saturated:
-    """Run a candidate with as many requests as its cap all the time."""
+    """Run a candidate that is always at its cap."""
     token_slo = Slos(token_s=runs.conditions.slos.token_s)
     run = runs.run(candidate, None, token_slo, is_complete=is_complete)
     rate = run.rows_per_s / runs.shape(forked=candidate.forked).tokens
@@ -307,10 +313,10 @@ def saturate(runs: Runner, candidate: Candidate, *, is_complete: bool = False) -
 
 
 def bisect(runs: Runner, saturated: Saturated) -> Found:
-    """Return the highest rate of the grid at which a candidate keeps the limits."""
+    """Return the highest rate of the grid at which a candidate meets the limits."""
     candidate = saturated.candidate
     if saturated.rate == 0:
-        # The run ended in its warm-up: not even one request at a time keeps the time per token.
+        # The run ended in its warm-up: not even one request at a time meets the time per token.
         saturated = saturate(runs, candidate, is_complete=True)
     most = rate_place(UTILISATION * saturated.rate)
     least = most - _IDLE_STEPS
@@ -347,15 +353,15 @@ def _shape(requests: Sequence[ReplayAnswer], forked: bool) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class EvenPoisson:
-    """Poisson arrivals, each 200 of which come in exactly the mean time.
+    """Poisson arrivals, scaled so that every 200 of them take exactly the mean time.
 
-    Otherwise the rate of a run of some hundred requests would be off by 5% at random.
+    Otherwise the rate of a run of a few hundred requests would be off by 5% at random.
     """
 
     rate: float
 
     def times_s(self, number: int, seed: int) -> list[float]:
-        """Return arrival times in seconds; equal seeds give the same times at another scale."""
+        """Return arrival times in seconds; with equal seeds, the rate only scales them."""
         times_s = GammaArrivals(1.0).times_s(number, seed)
         gaps = [after - before for before, after in zip([0.0, *times_s], times_s, strict=False)]
         scaled: list[float] = []
@@ -391,7 +397,7 @@ def _cores(replica: Replica) -> VirtualCores:
     from cluster.lab.virtual.engine import VirtualSpec
     from cluster.lab.virtual.shared_reads import Grouping
 
-    # Each engine would describe its configuration.
+    # Each engine would log its configuration.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     return VirtualCores(
         VirtualSpec(

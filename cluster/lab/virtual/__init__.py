@@ -1,1 +1,1 @@
-"""vLLM engines without a model, in virtual time: everything is real but the duration of a step."""
+"""vLLM engines without a model, in virtual time: only the duration of a step is modeled."""

@@ -1,11 +1,12 @@
-"""Engine cores in virtual time without vLLM's front end: for many replicas in one event loop.
+"""Engine cores in virtual time without vLLM's front end, for many replicas in one event loop.
 
 A `VirtualCore` is vLLM's `EngineCore` with our scheduler and the virtual executor. It has no
-tokenizer, output processor or detokenizer, so a request comes as token ids and reports only its
-first token and its end. Given the same requests, it takes the same steps as `VirtualEngine`.
+tokenizer, output processor or detokenizer: requests are given as token ids, and only their first
+token and their end are reported. Given the same requests, it takes the same steps as
+`VirtualEngine`.
 
-A core advances its own clock. A caller with several of them steps the one whose `next_event_s` is
-the smallest, and delivers the events that it returns at their own times:
+A core advances its own clock. A caller with several cores steps the one with the smallest
+`next_event_s`, and delivers the returned events at their own times:
 
     cores = VirtualCores(spec)
     core = cores.build()
@@ -48,7 +49,7 @@ from cluster.lab.virtual.engine import VirtualSpec, engine_arguments, write_mode
 from cluster.lab.virtual.executor import StepTotals, VirtualClock, VirtualDevice
 from cluster.lab.virtual.text import checkpoint_tokens
 
-# More steps than this without a token, and nothing will ever change.
+# After more idle steps than this, nothing will ever change.
 _MAX_IDLE_STEPS = 8
 
 
@@ -77,7 +78,7 @@ class CoreEvent:
 
     cached_tokens: prompt tokens found in the prefix cache.
     generated_tokens: tokens of all threads so far, fork and end tokens included.
-    text_tokens: those without fork and end tokens.
+    text_tokens: the same without fork and end tokens.
     """
 
     request_id: str
@@ -90,7 +91,7 @@ class CoreEvent:
 
 @dataclass(slots=True)
 class _Live:
-    """A request in the core. `generated` counts tokens by thread, those of a journal included."""
+    """A request in the core. `generated` counts tokens by thread, including those of a journal."""
 
     request: VirtualRequest
     generated: dict[str, int] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class _Live:
 
 
 class VirtualCores:
-    """Builds cores of one specification. They share vLLM's configuration and the model folder."""
+    """Factory for cores of one specification, which share vLLM's configuration and model folder."""
 
     def __init__(self, spec: VirtualSpec) -> None:
         self.spec = spec
@@ -113,7 +114,7 @@ class VirtualCores:
         atexit.register(gc.unfreeze)
 
     def build(self, *, costs: StepCosts | None = None, start_s: float = 0.0) -> VirtualCore:
-        """Return an idle core with an empty cache, with other costs if it is slower."""
+        """Return an idle core with an empty cache; `costs` replace those of the specification."""
         return VirtualCore(self, costs or self.spec.costs, start_s)
 
 
@@ -127,8 +128,8 @@ class VirtualCore:
         self.preemptions = 0
         self.device = VirtualDevice(costs, VirtualClock(), attention=spec.attention)
         self.device.clock.advance_to(start_s)
-        # vLLM caches its environment variables when it builds an engine core. Cached without this,
-        # an `OfflineEngine` that is built later would start a process.
+        # vLLM caches its environment variables when it builds an engine core. Without this, an
+        # `OfflineEngine` that is built later would start a process.
         with engine_core_in_this_process():
             self._core: Any = EngineCore(cores.vllm_config, cores.executor_class, log_stats=False)
         # The configuration and the folder live as long as one of the cores.
@@ -181,19 +182,19 @@ class VirtualCore:
 
     @property
     def num_forks(self) -> int:
-        """Forks so far, those included that wait or were refused."""
+        """Forks so far, including delayed and refused ones."""
         counters = self.scheduler.admission.counters
         return int(counters.accepted + sum(counters.delayed.values()) + counters.refused)
 
     def state(self) -> CoreState:
-        """Return the counts that a replica's load report is made of (`core_state`)."""
+        """Return the counts of a replica's load report (`core_state`)."""
         return core_state(self.scheduler)
 
     def add(self, request: VirtualRequest, journal: Journal = ()) -> None:
         """Queue a request; an idle core's clock moves to its arrival.
 
-        With a journal, the core continues a request that another one has begun, as the product
-        does. Raises EngineError if the request does not fit, or if nothing of it is left to do.
+        With a journal, the core continues a request that another core has begun, as the product
+        does. Raises EngineError if the request is running, does not fit, or has no thread left.
         """
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id!r} is already running")
@@ -253,7 +254,7 @@ class VirtualCore:
         self._core.abort_requests([request_id])
 
     def journal(self, request_id: str) -> Journal:
-        """Return what each thread of a request has generated, so that another core continues it."""
+        """Return what each thread of a request has generated, for another core to continue."""
         live = self._live[request_id]
         deltas: list[ThreadDelta] = []
         pending: list[ThreadPath] = [()]
@@ -275,7 +276,7 @@ class VirtualCore:
             temperature=0.0,
             max_tokens=request.max_tokens,
             detokenize=False,
-            # The scripts are plain text here: nothing checks who has sent them.
+            # Plain str: nothing checks here where a replay comes from.
             extra_args={
                 EXTRA_ARG: parameters,
                 **{name: str(value) for name, value in replay_args(request.scripts).items()},
@@ -350,10 +351,10 @@ def run_open_loop(
     requests: Iterable[VirtualRequest],
     on_end: Callable[[ServedRequest], Iterable[VirtualRequest]] | None = None,
 ) -> list[ServedRequest]:
-    """Serve requests at their arrival times, and return them in the order of their ends.
+    """Serve requests at their arrival times, and return them in order of completion.
 
-    `on_end` returns requests that follow the end of one (closed loop); one that should come at once
-    arrives at its `end_s`. Arrivals before the core's present time count as made now.
+    `on_end` returns the requests that follow a finished one (closed loop); an immediate follow-up
+    arrives at its `end_s`. Requests that arrive before the core's current time are added at once.
     """
     coming = [(each.arrival_s, number, each) for number, each in enumerate(requests)]
     heapq.heapify(coming)

@@ -6,8 +6,8 @@ with VirtualEngine(VirtualSpec(config, costs, kv_tokens=108_304)) as engine:
     engine.device.clock.now_s  # seconds on the device that the costs describe
 ```
 
-A run is a function of its requests: two processes give the same bytes. Requests that are added
-without an arrival time get a strictly increasing one from the virtual clock.
+A run depends only on its requests: two processes give the same bytes. Requests added without an
+arrival time get strictly increasing times from the virtual clock.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _DIMENSIONS = (
     "num_key_value_heads",
     "head_dim",
 )
-# vLLM's defaults for its OpenAI server on a GPU with 70 GiB or more (vllm 0.32,
-# engine/arg_utils.py): tokens per step. Rows are limited far above any experiment.
+# Tokens per step: vLLM's default for its OpenAI server on a GPU with 70 GiB or more (vllm 0.32,
+# engine/arg_utils.py). The limit on rows is far above any experiment.
 MAX_STEP_TOKENS = 8192
 MAX_ROWS = 4096
 
@@ -54,7 +54,7 @@ class VirtualSpec:
     config: the model's Hugging Face configuration; only its dimensions matter.
     kv_tokens: tokens of KV cache, rounded down to blocks.
     max_rows, max_step_tokens: vLLM's `max_num_seqs` and `max_num_batched_tokens`.
-    is_async: schedule ahead, as vLLM does on GPUs; False is as on a CPU.
+    is_async: asynchronous scheduling, as vLLM does on GPUs; False as on a CPU.
     forks: the server's fork settings, for example `{"max_threads": 4}`.
     attention: family attention; None: each row reads its own KV blocks.
     checkpoint: an embedded model, for its tokenizer.
@@ -79,7 +79,7 @@ class VirtualSpec:
 
 
 def write_model_folder(config: Mapping[str, Any], folder: Path, source: Path) -> Path:
-    """Write a model's configuration, without weights, with vocabulary and tokenizer of `source`."""
+    """Write a model folder without weights, with vocabulary and tokenizer of `source`."""
     folder.mkdir(parents=True, exist_ok=True)
     model = json.loads((source / "config.json").read_text(encoding="utf-8"))
     given = {name: config[name] for name in _DIMENSIONS if config.get(name) is not None}
@@ -139,7 +139,7 @@ class VirtualEngine(OfflineEngine):
         self._engine.add_request = self._add_with_virtual_arrival
 
     def shutdown(self) -> None:
-        """Shut the engine down and remove its model folder; again has no effect."""
+        """Shut the engine down and remove its model folder; a second call has no effect."""
         super().shutdown()
         self._temporary.cleanup()
 

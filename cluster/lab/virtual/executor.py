@@ -38,11 +38,11 @@ from cluster.lab.virtual.shared_reads import (
     shared_reads,
 )
 
-# What a sequence without a replay generates; any ordinary token.
+# Token that a sequence without a replay generates; any ordinary one.
 _UNSCRIPTED_TOKEN = 100
 _ENOUGH_BYTES = 1 << 50
-# Far above the rounding of a clock of years, so that the threads of a request, whose arrival times
-# follow their parent's by one rounding step each, stay before the next request.
+# Child threads arrive one floating-point step after their parent. This gap is far above that step,
+# even on a clock of years, so that all threads of a request stay before the next request.
 _ARRIVAL_GAP_S = 1e-6
 
 
@@ -62,10 +62,10 @@ class VirtualClock:
         self.now_s = max(self.now_s, time_s)
 
     def arrival_s(self, wanted_s: float | None = None) -> float:
-        """Return the arrival time of a new request: as wanted, but after the request before.
+        """Return the arrival time of a new request: as wanted, but after the previous request.
 
-        By default it arrives now. vLLM orders requests of the same arrival time by id, and children
-        after all of them.
+        The default is now. vLLM orders requests of the same arrival time by id, and children after
+        all of them.
         """
         arrival_s = self.now_s if wanted_s is None else wanted_s
         self._last_arrival_s = max(arrival_s, self._last_arrival_s + _ARRIVAL_GAP_S)
@@ -74,11 +74,11 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: when the device began and ended it, and what it read.
+    """One step: its start and end on the device, and its reads.
 
     blocks: KV blocks read, summed over the rows.
     distinct_blocks: the same, with each block counted once.
-    shared: what rows would read together, by the names of `VirtualDevice.compared`.
+    shared: reads that rows would share, by the names of `VirtualDevice.compared`.
     """
 
     begin_s: float
@@ -94,7 +94,7 @@ class StepTotals:
     """Sums over the steps since the totals were last reset.
 
     row_limited_steps, token_limited_steps: steps in which vLLM's `max_num_seqs`, or its token
-        budget of a step, held back a forked thread. Where they are not 0, these limits and not the
+        budget per step, held back a forked thread. If they are not 0, these limits and not the
         memory decide the result.
     largest_rows, largest_tokens: rows and tokens of the largest steps.
     """
@@ -119,7 +119,7 @@ class StepTotals:
 class _Row:
     """A sequence in the worker's batch.
 
-    slot: of its block table. generated: tokens sampled so far.
+    slot: slot of its block table. generated: tokens sampled so far.
     """
 
     prompt_length: int
@@ -138,7 +138,7 @@ class VirtualFuture(Future[ModelRunnerOutput]):
         self.set_result(output)
 
     def done(self) -> bool:
-        """Return whether the device has finished the step at the clock's present time."""
+        """Return whether the device has finished the step by the clock's current time."""
         return self._clock.now_s >= self._end_s
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
@@ -149,14 +149,14 @@ class VirtualFuture(Future[ModelRunnerOutput]):
 
 @dataclass(slots=True)
 class VirtualDevice:
-    """The time and the counts of one virtual engine; the owner sets costs and clock.
+    """Clock, costs and counts of one virtual engine; the owner sets costs and clock.
 
-    counts_blocks: count the KV blocks that each step reads, which costs time per block. They are
+    counts_blocks: count the KV blocks that each step reads, which takes time per block. They are
         also counted if the costs need them.
     attention: family attention of the engine; None: each row reads its own blocks.
-    compared: groupings that are counted beside it, by name, for the records of steps.
+    compared: further groupings to count for the records of steps, by name.
     on_step: called for each step with its record, for traces.
-    free_at_s: when the device has finished all steps that were launched.
+    free_at_s: time at which the device has finished all launched steps.
     """
 
     costs: StepCosts
@@ -170,7 +170,7 @@ class VirtualDevice:
 
 
 class VirtualExecutor(Executor):
-    """Answers vLLM's engine core without workers; `attach` gives it a device."""
+    """Executor of vLLM's engine core without workers; `attach` gives it a device."""
 
     is_async = False
 
@@ -183,8 +183,8 @@ class VirtualExecutor(Executor):
         return True
 
     def _init_executor(self) -> None:
-        # The CPU platform turns asynchronous scheduling off, which GPUs have on. Our plugin chose
-        # the scheduler by it, and has to choose again.
+        # The CPU platform turns asynchronous scheduling off, which is on for GPUs. Our plugin chose
+        # the scheduler accordingly, and has to choose again.
         self.scheduler_config.async_scheduling = self.is_async
         complete(self.vllm_config)
         self._rows: dict[str, _Row] = {}
@@ -193,7 +193,7 @@ class VirtualExecutor(Executor):
         self._end_s = 0.0
 
     def attach(self, device: VirtualDevice, scheduler: Any) -> None:
-        """Set the device and its engine core's scheduler, which times steps by its clock."""
+        """Set the device and the scheduler, which then times steps by the device's clock."""
         self.device = device
         self._scheduler = scheduler
         scheduler.step_clock = StepClock(device.clock)
@@ -228,17 +228,17 @@ class VirtualExecutor(Executor):
         """Compile nothing."""
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:  # type: ignore[override]
-        """Answer the questions that the engine core asks its workers."""
+        """Answer the calls that the engine core makes to its workers."""
         return [("generate",)] if method == "get_supported_tasks" else [None]
 
     def check_health(self) -> None:
-        """Return: there is nothing that can fail."""
+        """Do nothing: no worker can fail."""
 
     def shutdown(self) -> None:
         """Release nothing."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """Do a step: charge its time and sample the tokens of the replays."""
+        """Run a step: charge its time and sample the replayed tokens."""
         for name in scheduler_output.finished_req_ids:
             self._forget(name)
         for name in scheduler_output.preempted_req_ids or ():
@@ -250,7 +250,7 @@ class VirtualExecutor(Executor):
         return _done(None) if non_block else None
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """Return the output of the step that `execute_model` did."""
+        """Return the output of the step that `execute_model` ran."""
         future = VirtualFuture(self.device.clock, self._end_s, self._output)
         return future if non_block else future.result()
 
@@ -262,7 +262,7 @@ class VirtualExecutor(Executor):
     def _take_rows(self, step: SchedulerOutput) -> tuple[list[str], list[int]]:
         """Update the rows and sample their tokens.
 
-        Returns their names, and up to where each is computed in the step.
+        Returns their names, and the position up to which the step computes each.
         """
         rows, scheduled = self._rows, step.num_scheduled_tokens
         tables = self._tables
@@ -276,7 +276,7 @@ class VirtualExecutor(Executor):
             tables.append(slot, new.block_ids[0])
             row = _Row(len(new.prompt_token_ids), _script(new.sampling_params), slot)
             if new.prefill_token_ids is not None:
-                # The V2 model runner takes a resumed request as a new one, with what it had.
+                # The V2 model runner gets a resumed request as a new one with its earlier tokens.
                 row.generated = len(new.prefill_token_ids) - row.prompt_length
             rows[new.req_id] = row
             end = new.num_computed_tokens + scheduled[new.req_id]
@@ -365,7 +365,7 @@ class VirtualExecutor(Executor):
         ends: Sequence[int],
         groupings: Mapping[str, Grouping],
     ) -> dict[str, SharedReads]:
-        """Count what decoding rows of a step read together with each grouping."""
+        """Count the shared reads of a step's decoding rows with each grouping."""
         if not groupings:
             return {}
         scheduled, block_size = step.num_scheduled_tokens, self.cache_config.block_size
@@ -374,7 +374,7 @@ class VirtualExecutor(Executor):
         full_blocks: list[int] = []
         families: list[int] = []
         for name, end in zip(names, ends, strict=True):
-            # Rows with several tokens are prompts, which attention reads in another way.
+            # Rows with several tokens are prefills, which attention handles differently.
             if scheduled[name] == 1:
                 slots.append(self._rows[name].slot)
                 full_blocks.append((end - 1) // block_size)
@@ -400,21 +400,21 @@ class VirtualExecutor(Executor):
 
 
 class AsyncVirtualExecutor(VirtualExecutor):
-    """A virtual executor whose engine schedules ahead for the V2 model runner, as on GPUs."""
+    """Virtual executor with asynchronous scheduling for the V2 model runner, as on GPUs."""
 
     is_async = True
 
     def attach(self, device: VirtualDevice, scheduler: Any) -> None:
-        """Set the device and its scheduler, which vLLM's configuration has made one for V1.
+        """Set the device and the scheduler, and switch the scheduler to the V2 model runner.
 
-        V2 needs Triton, which a CPU does not have, so the choice is made here.
+        vLLM's configuration selects V1 on a CPU, because V2 needs Triton.
         """
         super().attach(device, scheduler)
         scheduler.use_v2_model_runner = True
 
 
 def _sample(row: _Row, end: int) -> list[int]:
-    """Return the token that a row samples when it is computed up to `end`, if it samples."""
+    """Return the token that a row samples when computed up to `end`; empty before its last one."""
     if end != row.prompt_length + row.generated:
         return []
     position = row.generated

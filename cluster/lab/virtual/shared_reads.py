@@ -1,15 +1,16 @@
-"""Count the KV blocks of a step if rows that begin with the same blocks read these once.
+"""KV block reads of a step if rows that begin with the same blocks read them once.
 
-A level is a pass over groups of rows: each group reads once the blocks that all of its rows have in
-common, as far as no earlier level has read them. What no level reads, each row reads for itself.
+A level is a pass over groups of rows. Each group reads once the blocks that all of its rows share,
+except those that an earlier level has read. Each row reads the remaining blocks for itself.
 
-- "family": one level, as the engine groups (`apar_core/attention/families.py`): the partition of
-  the rows into groups with one prefix each that saves most, whichever requests they belong to.
-- "request": one level, the rows of each request ("two levels", with the rest of each row).
-- "nested": further levels, for those rows of a request that have more in common.
-- "across": two levels, all rows with the same first block, and then the rows of each request.
+- "family": one level, grouped as in the engine (`apar_core/attention/families.py`): the partition
+  of rows into groups with a common prefix that saves most reads, across requests.
+- "request": one level, which groups the rows of each request ("two levels", if the rows' remaining
+  reads count as one).
+- "nested": further levels, for rows of a request that share more blocks.
+- "across": two levels: all rows with the same first block, then the rows of each request.
 
-Only full blocks are shared: those of which every token was computed before the step.
+Only full blocks are shared: those whose tokens were all computed before the step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Levels = Literal["family", "request", "nested", "across"]
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Which rows read together, and the least that a group has to save."""
+    """Levels of grouping, and the thresholds below which rows are not grouped."""
 
     levels: Levels = "family"
     settings: FamilySettings = field(default_factory=FamilySettings)
@@ -41,11 +42,11 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """Blocks that a step reads together.
+    """Shared block reads of a step.
 
-    saved_blocks: block reads of all rows less those of the groups.
-    passes: levels with at least one group. groups, rows: groups of all levels and their rows, each
-        row once per level.
+    saved_blocks: block reads of all rows minus those of the groups.
+    passes: levels with at least one group.
+    groups, rows: groups of all levels and their rows; a row counts once per level.
     """
 
     saved_blocks: int = 0
@@ -93,7 +94,7 @@ class BlockTables:
         self.lengths[slot] = end
 
     def count(self, slots: Sequence[int]) -> tuple[int, int]:
-        """Return the blocks of these rows, summed over the rows, and each counted once."""
+        """Return the number of blocks of these rows: summed over the rows, and distinct."""
         lengths = self.lengths[slots]
         width = int(lengths.max(initial=0))
         ids = self.ids[slots, :width][np.arange(width) < lengths[:, None]]
@@ -106,8 +107,8 @@ def shared_reads(
     """Count the reads that a grouping saves in a step.
 
     tables: [rows, columns], the block tables of the rows that may be grouped, padded on the right.
-    full_blocks: [rows], blocks of each that hold computed tokens only. families: [rows], a number
-    for each request.
+    full_blocks: [rows], blocks of each row that hold only computed tokens. families: [rows], the
+    number of each row's request.
     """
     settings = grouping.settings
     if not tables.size:
@@ -115,7 +116,7 @@ def shared_reads(
     if grouping.levels == "family":
         return _as_the_engine(tables, full_blocks, settings)
     saved = passes = num_groups = num_rows = 0
-    # Blocks at the beginning of each row that a level has read.
+    # Leading blocks of each row that a level has read.
     done = np.zeros(len(tables), np.int64)
     rows = np.flatnonzero(full_blocks >= settings.min_prefix_blocks)
     is_across = grouping.levels == "across"
@@ -140,7 +141,7 @@ def shared_reads(
         if is_across and level == 0:
             split = families[rows]
         else:
-            # Rows go on together if they have one more block in common.
+            # Rows stay together if they share one more block.
             goes_on = full_blocks[rows] > common
             rows, parent, common = rows[goes_on], parent[goes_on], common[goes_on]
             split = tables[rows, common].astype(np.int64)
@@ -151,7 +152,7 @@ def shared_reads(
 
 
 def _as_the_engine(tables: BlockIds, full_blocks: Ints, settings: FamilySettings) -> SharedReads:
-    # With blocks of one token, a row of one more token than it has full blocks.
+    # With blocks of one token, a row has one token more than full blocks.
     lengths = torch.from_numpy((full_blocks + 1).astype(np.int32))
     found = group_rows(
         torch.from_numpy(np.ascontiguousarray(tables)),
@@ -166,9 +167,9 @@ def _as_the_engine(tables: BlockIds, full_blocks: Ints, settings: FamilySettings
 
 
 def _groups(rows: Ints, keys: Ints, min_rows: int) -> tuple[Ints, Ints, Ints]:
-    """Return the rows of large enough groups of equal keys, one group after the other.
+    """Group rows by key, and drop groups of fewer than `min_rows`.
 
-    Also the index of each group's first row, and its number of rows.
+    Returns the rows, group after group, the index of each group's first row, and group sizes.
     """
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
@@ -183,7 +184,7 @@ def _groups(rows: Ints, keys: Ints, min_rows: int) -> tuple[Ints, Ints, Ints]:
 def _common_blocks(
     tables: BlockIds, full_blocks: Ints, rows: Ints, begins: Ints, sizes: Ints
 ) -> Ints:
-    """Return the full blocks that all rows of each group begin with."""
+    """Return the number of full blocks that all rows of each group begin with."""
     limits = np.minimum.reduceat(full_blocks[rows], begins)
     width = int(limits.max())
     first = tables[rows[begins], :width].repeat(sizes, axis=0)

@@ -21,10 +21,10 @@ TEXT_IDS = range(8, VOCABULARY_SIZE)
 
 
 class FoldedText:
-    """The token counts of a tokenizer in the vocabulary and control tokens of virtual engines.
+    """Encoder with a tokenizer's token counts, and the vocabulary of virtual engines.
 
-    An id of the large vocabulary becomes an ordinary id of the small one: virtual engines only
-    count tokens.
+    Each id of the large vocabulary is mapped to an ordinary id of the small one, because virtual
+    engines only count tokens. `tokens` are the control and end tokens.
     """
 
     def __init__(self, large: ModelText) -> None:
@@ -41,10 +41,10 @@ class FoldedText:
 
 
 def virtual_text(tokenizer: str | None = None) -> FoldedText:
-    """Return the text of virtual engines with the token counts of a tokenizer.
+    """Return an encoder for virtual engines with the token counts of a tokenizer.
 
-    By default that is Llama's (`replay_text.LLAMA_TOKENIZER`). Raises EvaluationError if it cannot
-    be loaded.
+    The default is Llama's (`replay_text.LLAMA_TOKENIZER`). Raises EvaluationError if it cannot be
+    loaded.
     """
     # Imports transformers, which takes seconds.
     from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
@@ -53,7 +53,7 @@ def virtual_text(tokenizer: str | None = None) -> FoldedText:
 
 
 def folded_ids(token_ids: Sequence[int], *, offset: int = 0) -> list[int]:
-    """Return ordinary ids of the small vocabulary; another offset gives other ids."""
+    """Map ids to ordinary ids of the small vocabulary; different offsets give different ids."""
     return [TEXT_IDS[(token_id + offset) % len(TEXT_IDS)] for token_id in token_ids]
 
 
