@@ -1,1 +1,1 @@
-"""Family attention: threads of one request read the KV blocks that they share once per step."""
+"""Family attention: KV blocks that several threads share are read once per step."""

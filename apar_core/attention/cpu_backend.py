@@ -1,9 +1,9 @@
-"""Family attention on CPUs, with torch: slow, to run the whole engine through it.
+"""Family attention on CPUs, in torch: slow, meant for running the whole engine without a GPU.
 
-Rows in families are read in two passes from the same KV cache as vLLM's CPU kernel, which reads all
-other rows.
+Rows in families are read in two passes; vLLM's CPU kernel reads all other rows from the same KV
+cache.
 
-Letters: N rows, Q queries a row, T tokens, H heads, K KV heads, D head size, S blocks a row.
+Letters: N rows, Q queries per row, T tokens, H heads, K KV heads, D head size, S blocks per row.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from apar_core.vllm_names import (
 )
 
 _PLAIN_KERNELS = ("vec", "vec16")
-"""vLLM's kernels whose cache has keys as [D, tokens] and values as [tokens, D] in each block."""
+"""vLLM's kernels whose cache blocks hold keys as [D, tokens] and values as [tokens, D]."""
 
 
 class FamilyCPUWorker(ForkCPUWorker):
-    """The worker on CPUs whose model reads families."""
+    """CPU worker whose model reads families."""
 
     def load_model(self, **kwargs: Any) -> None:
-        """Build the model with our backend in the place of vLLM's."""
+        """Build the model with our backend in place of vLLM's."""
         FamilyCPUBackend.replaced = attention_backend("CPU_ATTN")
         with replaced_attention({"CPU_ATTN": f"{__name__}.FamilyCPUBackend"}):
             super().load_model(**kwargs)
 
     def family_counts(self) -> dict[str, int]:
-        """Return the sums of `FamilyCounts`; call it with `collective_rpc`."""
+        """Return the sums of `FamilyCounts`; called through `collective_rpc`."""
         return family_counts(self)
 
     def family_layers(self) -> tuple[int, int]:
-        """Return the layers that read families and all layers; call it with `collective_rpc`."""
+        """Return the numbers of family layers and all layers; called through `collective_rpc`."""
         return family_layers(self)
 
 
 class FamilyCPUBackend(CPUAttentionBackend):
-    """vLLM's CPU attention for rows in no family."""
+    """vLLM's CPU attention, in two passes for rows in families."""
 
     replaced: ClassVar[Any] = CPUAttentionBackend
 
@@ -72,12 +72,12 @@ class FamilyCPUBackend(CPUAttentionBackend):
 
 @dataclass
 class FamilyCPUMetadata(CPUAttentionMetadata):
-    """Metadata of a step with families, and of its other rows as a step of their own."""
+    """Metadata of a step with families; `rest` has its other rows as a step of their own."""
 
     plan: StepPlan | None = None
     rest: CPUAttentionMetadata | None = None
     rest_tokens: Tensor | None = None
-    """int64: places of the other rows' queries; None without other rows."""
+    """int64: token indices of the other rows' queries; None without other rows."""
 
 
 class FamilyCPUBuilder(CPUAttentionMetadataBuilder):
@@ -101,7 +101,7 @@ class FamilyCPUBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """Build vLLM's metadata with families; drafts (`fast_build`) have none."""
+        """Build vLLM's metadata and add the families; drafts (`fast_build`) have none."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
         plan = None if fast_build else self.planner.plan(common)
@@ -149,7 +149,7 @@ class FamilyCPUImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention; the KV cache has the new tokens of all rows already."""
+        """Compute attention; the KV cache already holds the new tokens of all rows."""
         metadata = attn_metadata
         if not isinstance(metadata, FamilyCPUMetadata) or metadata.plan is None:
             return super().forward(
@@ -172,9 +172,9 @@ class FamilyCPUImpl(CPUAttentionBackendImpl):
 def read_families(
     query_NHD: Tensor, kv_cache: Tensor, block_table: Tensor, plan: StepPlan, scale: float
 ) -> Tensor:
-    """Return the attention of all rows in families [N, H, D], in the order of `families.rows`.
+    """Return the attention [N, H, D] of all rows in families, in the order of `families.rows`.
 
-    `kv_cache` is vLLM's on CPUs: [blocks, K, block size, 2 * D].
+    `kv_cache` has vLLM's layout for CPUs: [blocks, K, block size, 2 * D].
     """
     families, rows = plan.families, plan.families.rows.long()
     block_size = kv_cache.shape[2]
@@ -190,7 +190,7 @@ def read_families(
     begins = families.row_prefix_blocks[rows].long()
     suffix_lens = plan.seq_lens[rows].long() - begins * block_size
     places = torch.arange(-(-int(suffix_lens.max()) // block_size))
-    # Beyond a row's end any of its blocks will do, because its tokens are masked.
+    # Past a row's end any of its blocks will do, because the tokens there are masked.
     last = (plan.seq_lens[rows].long() - 1) // block_size
     columns = (begins[:, None] + places).minimum(last[:, None])
     keys, values = read_blocks(kv_cache, block_table[rows].gather(1, columns))
@@ -207,7 +207,7 @@ def read_families(
 
 
 def read_blocks(kv_cache: Tensor, blocks_NS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values [N, S * block size, K, D] of blocks, from vLLM's CPU cache."""
+    """Gather the keys and values [N, S * block size, K, D] of blocks from vLLM's CPU cache."""
     _, num_kv_heads, block_size, double_size = kv_cache.shape
     num_rows, num_blocks = blocks_NS.shape
     head_size = double_size // 2
@@ -222,7 +222,7 @@ def read_blocks(kv_cache: Tensor, blocks_NS: Tensor) -> tuple[Tensor, Tensor]:
 def attend(
     query_NQHD: Tensor, keys_NTKD: Tensor, values_NTKD: Tensor, num_keys_N: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention [N, Q, H, D] over the first keys of each row, and its log-sum-exp.
+    """Return the attention [N, Q, H, D] over each row's first `num_keys_N` keys, and log-sum-exp.
 
     The log-sum-exp is float32 [N, Q, H]. Every row has at least one key.
     """
@@ -232,7 +232,7 @@ def attend(
     scores = torch.einsum("nqkgd,ntkd->nqkgt", query, keys_NTKD.float()) * scale
     scores = scores.masked_fill(~is_key[:, None, None, None], -torch.inf)
     lse = scores.logsumexp(-1)
-    # What memory held before may be anything, and 0 * nan is nan.
+    # Unwritten cache memory may hold anything, and 0 * nan is nan.
     values = values_NTKD.float().masked_fill(~is_key[..., None, None], 0)
     output = torch.einsum("nqkgt,ntkd->nqkgd", (scores - lse[..., None]).exp(), values)
     return output.flatten(2, 3).to(query_NQHD.dtype), lse.flatten(2, 3)

@@ -1,13 +1,13 @@
-"""Which rows of a step share leading KV blocks, and how many of them are read once.
+"""Grouping of a step's rows into families that share leading KV blocks.
 
-A family is a set of rows with one common prefix of full blocks. Attention reads that prefix once
-for the whole family, and the rest of each row alone. The partition into families saves the most
+A family is a set of rows with a common prefix of full blocks. Attention reads this prefix once for
+the whole family, and the rest of each row separately. The partition into families saves the most
 block reads that any partition with one prefix per row can save.
 
-Only block ids decide, not the names of threads. If two rows list a block at the same place, after
-equal blocks, it holds the same tokens for both. So the scheduler need not say which threads are
-siblings. Requests with one prompt (`n > 1`) or one system prompt are found in the same way.
-A preempted thread that returns is in the family of the blocks it returns with.
+Rows are grouped by block ids, not by thread ids. If two rows list the same block at the same
+position, after equal blocks, it holds the same tokens for both. The scheduler therefore need not
+report which threads are siblings. Requests with the same prompt (`n > 1`) or system prompt are
+found in the same way. A preempted thread that resumes is grouped by its new blocks.
 
 Letters: R rows of the step, B columns of the block table, F families, M rows in families.
 """
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 class Families:
     """The families of one step. All tensors are int32 and on one device.
 
-    Every family has at least `FamilySettings.min_rows` rows, a row is in one family at most, and
-    its prefix ends before its last token: the rest of a row is never empty.
+    Every family has at least `FamilySettings.min_rows` rows, and a row is in at most one family.
+    The prefix ends before the row's last token, so the rest of a row is never empty.
     """
 
     rows: torch.Tensor
     """[M] row indices, family by family."""
     starts: torch.Tensor
-    """[F + 1] family f has the rows `rows[starts[f]:starts[f + 1]]`."""
+    """[F + 1] family f consists of `rows[starts[f]:starts[f + 1]]`."""
     prefix_blocks: torch.Tensor
     """[F] number of full leading blocks that the rows of a family share."""
     row_prefix_blocks: torch.Tensor
@@ -50,7 +50,7 @@ class Families:
 
     @classmethod
     def smallest(cls, device: torch.device) -> Families:
-        """Return one family of two rows that share one block, to compile kernels with."""
+        """Return one family of two rows that share one block, for compiling kernels."""
 
         def ints(*numbers: int) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -69,7 +69,7 @@ class Families:
 
     @property
     def num_saved_blocks(self) -> int:
-        """Number of block reads saved; only for families on the host."""
+        """Number of block reads saved; requires families on the host."""
         return int(self.row_prefix_blocks.sum()) - int(self.prefix_blocks.sum())
 
 
@@ -83,11 +83,11 @@ def group_rows(
 ) -> Families:
     """Group the rows of a step by the full blocks that they share; all tensors are on the host.
 
-    `block_table` is int32 [R, B], `seq_lens` [R] counts each row's tokens including this step's,
-    and `query_lens` [R] this step's alone. Rows with any other number of queries than one
-    (prefill chunks, drafts, padding) are in no family. Entries of the table after a row's last
-    computed full block are not read. Rows of block 0, vLLM's null block, are dummies. A step that
-    would save fewer than `min_saved_blocks` block reads has no families.
+    `block_table` is int32 [R, B]. `seq_lens` [R] counts each row's tokens, this step's included;
+    `query_lens` [R] counts only this step's. Only rows with exactly one query can be in a family,
+    so prefill chunks, drafts and padding are not. Table entries after a row's last computed full
+    block are not read. Rows that start with block 0, vLLM's null block, are dummies and in no
+    family. A step that would save fewer than `min_saved_blocks` block reads has no families.
     """
     table = block_table.numpy()
     num_blocks = (seq_lens.numpy() - 1) // block_size
@@ -110,7 +110,7 @@ def group_rows(
 
 
 def no_families(num_rows: int) -> Families:
-    """Return the families of a step whose rows are all read one by one."""
+    """Return an empty set of families: all rows are read one by one."""
     return Families(
         rows=torch.empty(0, dtype=torch.int32),
         starts=torch.zeros(1, dtype=torch.int32),
@@ -121,7 +121,7 @@ def no_families(num_rows: int) -> Families:
 
 @cache
 def _compiled() -> Callable[[Ints, Ints, int, int], tuple[Ints, Ints, Ints, Ints]]:
-    """Compile `partition`, which takes about two seconds, when a process first groups rows."""
+    """Compile `partition` on first use in a process, which takes about two seconds."""
     import numba
 
     compiled: Any = numba.njit(nogil=True)(partition)
@@ -131,11 +131,11 @@ def _compiled() -> Callable[[Ints, Ints, int, int], tuple[Ints, Ints, Ints, Ints
 def partition(
     table_RB: Ints, num_blocks_R: Ints, min_rows: int, min_prefix_blocks: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (rows, starts, prefix_blocks, row_prefix_blocks) of the best families.
+    """Return (rows, starts, prefix_blocks, row_prefix_blocks) of the families that save most.
 
-    The rows form a tree: a node is a longest common prefix of two rows or more. Each row reads
-    the prefix of its deepest chosen ancestor for free, and each chosen node is read once. The
-    choice that saves most follows from the leaves up, for each possible chosen ancestor.
+    The rows form a prefix tree, whose nodes are the longest common prefixes of two or more rows.
+    A row reads the prefix of its deepest chosen ancestor for free, and each chosen node is read
+    once. The best choice is computed from the leaves up, for each possible chosen ancestor.
     Written for numba: plain loops over arrays.
     """
     num_rows = num_blocks_R.shape[0]
@@ -146,7 +146,7 @@ def partition(
             order[size] = row
             size += 1
 
-    # Nodes, parents before children. `order[first:end]` has the rows below a node.
+    # Nodes, parents before children. `order[first:end]` holds the rows below a node.
     depth = np.empty(size + 1, np.int32)
     parent = np.empty(size + 1, np.int32)
     level = np.empty(size + 1, np.int32)
@@ -154,7 +154,7 @@ def partition(
     node_of_row = np.full(num_rows, -1, np.int32)
     num_nodes = 0
     max_level = 0
-    # Groups of rows that share their first `shared` blocks.
+    # Groups of rows that share their first `shared` blocks: first, end, shared, parent node.
     stack = np.empty((size + 1, 4), np.int32)
     stack[0, 0], stack[0, 1], stack[0, 2], stack[0, 3] = 0, size, 0, -1
     num_waiting = 1 if size > 1 else 0
@@ -179,7 +179,7 @@ def partition(
             parent[node] = above
             level[node] = 1 if above < 0 else level[above] + 1
             max_level = max(max_level, level[node])
-        # The rows that go on, ordered by their next block; the others end here.
+        # Sort the rows that continue by their next block; the others end at this node.
         keys = np.full(end - first, -1, np.int64)
         for place in range(first, end):
             if num_blocks_R[order[place]] > common:
@@ -203,8 +203,9 @@ def partition(
                     num_direct[node] += 1
             begin = stop
 
-    # saved[v, l]: most reads saved below v if its nearest chosen ancestor is the one on level l
-    # (0: none). if_chosen[v] is what choosing v itself saves.
+    # `saved` of node v and level l: most reads saved at and below v if its nearest chosen ancestor
+    # is on level l (0: none). `sums` adds it up over the children of a node. `if_chosen` is what
+    # choosing the node itself saves.
     sums = np.zeros((num_nodes, max_level + 1), np.int64)
     if_chosen = np.empty(num_nodes, np.int64)
     for node in range(num_nodes - 1, -1, -1):
@@ -221,9 +222,9 @@ def partition(
                 sums[above, ancestor_level] += saved
             if ancestor_level > 0:
                 ancestor = parent[ancestor]
-        # Column `own_level` of a parent is for the parent itself being chosen.
+        # In `sums`, the column of a node's own level stands for choosing the node itself.
 
-    # From the root down: which nodes are chosen, and how many rows read each.
+    # From the root down: the chosen nodes, and the number of rows that read each.
     chosen = np.empty(num_nodes, np.int32)
     num_read = np.zeros(num_nodes, np.int32)
     for node in range(num_nodes):

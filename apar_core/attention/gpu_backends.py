@@ -1,12 +1,12 @@
 """Family attention on GPUs: vLLM's FlashAttention in two passes, or our Triton kernel.
 
-Steps without families, and layers that do not fit, go through vLLM's own code. Attention runs
-between piecewise CUDA graphs, because the families of a step change the shapes of its tables.
+Steps without families, and unsupported layers, use vLLM's own code. Attention runs between
+piecewise CUDA graphs, because the shapes of its tables depend on the families of the step.
 
 With FlashAttention, a step takes two calls of the kernel that vLLM uses:
 
 1. prefix: the rows of a family are the queries of one sequence, whose keys are the shared blocks.
-   There is no mask, since all of them come before every query.
+   No mask is needed, since every key precedes every query.
 2. suffix: each row of the step is a sequence as usual, without its shared blocks.
 
 Letters: R rows, M rows in families, F families, H heads, D head size, B blocks.
@@ -46,23 +46,23 @@ from apar_core.vllm_names import (
 )
 
 _TABLE_ENTRY_BYTES = 4 + 8 + 4 // 2
-"""Memory for each entry of a row's block table.
+"""Memory per entry of a row's block table.
 
-4 bytes in the table of suffixes, 8 for the place it is gathered from, and 4 per two rows in the
-table of prefixes.
+4 bytes in the suffix table, 8 for the index it is gathered from, and 4 per two rows in the prefix
+table.
 """
 
 
 class FamilyGPUWorker(Worker):
-    """vLLM's worker on GPUs, whose model reads families."""
+    """GPU worker whose model reads families."""
 
     def init_device(self) -> None:
-        """Build the model runner, whose block tables have to be known on the host."""
+        """Build the model runner, with its block tables available on the host."""
         watch_block_tables()
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        """Build the model with our backends in the place of vLLM's, if vLLM chooses one of them."""
+        """Build the model with our backends in place of vLLM's; log if vLLM chooses another one."""
         ours = {"FLASH_ATTN": "FamilyFlashBackend", "TRITON_ATTN": "FamilyTritonBackend"}
         with replaced_attention({name: f"{__name__}.{path}" for name, path in ours.items()}):
             super().load_model(**kwargs)
@@ -73,7 +73,7 @@ class FamilyGPUWorker(Worker):
                 return
 
     def determine_available_memory(self) -> int:
-        """Size the KV cache while the memory is taken that a step with families needs.
+        """Size the KV cache while holding the memory that a step with families needs.
 
         vLLM's profiling run computes no attention.
         """
@@ -84,7 +84,7 @@ class FamilyGPUWorker(Worker):
         return available
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile the kernels of families too, before vLLM does its own, rather than in a step."""
+        """Compile the family kernels before vLLM's own, so that no step has to wait for it."""
         warm_up(self.vllm_config)
         return super().compile_or_warm_up_model()
 
@@ -107,10 +107,10 @@ def _is_ours(layer: Any) -> bool:
 
 
 def step_bytes(vllm_config: VllmConfig) -> int:
-    """Return the most memory that a step with families needs beside what vLLM's own would.
+    """Return the most memory (bytes) that a step with families needs beyond a step of vLLM's own.
 
-    Layers run one after another, and the tables of the step are shared by all of them. Accumulators
-    of FlashAttention's second pass are those of vLLM's only pass.
+    Layers run one after another and share the tables of the step. The accumulators of
+    FlashAttention's second pass do not count: they are those of vLLM's only pass.
     """
     ours = [layer for layer in _attention_layers(vllm_config) if _is_ours(layer)]
     needed = [layer.impl.step_bytes(vllm_config) for layer in ours if not layer_problem(layer.impl)]
@@ -122,7 +122,7 @@ def step_bytes(vllm_config: VllmConfig) -> int:
 
 
 def num_processors() -> int:
-    """Return the streaming multiprocessors of this worker's GPU."""
+    """Return the number of streaming multiprocessors of this worker's GPU."""
     return int(torch.cuda.get_device_properties().multi_processor_count)
 
 
@@ -132,14 +132,14 @@ def _most_rows(vllm_config: VllmConfig) -> int:
 
 
 def warm_up(vllm_config: VllmConfig) -> None:
-    """Read a family in each kind of layer, whose KV caches exist, so that its kernels are compiled.
+    """Compile the kernels by reading a family in each kind of layer; the KV caches must exist.
 
-    What does not run on this GPU ends the engine here instead of in a step.
+    A kernel that does not run on this GPU stops the engine here instead of in a step.
     """
     known = set()
     for layer in _attention_layers(vllm_config):
         impl, kv_cache = layer.impl, layer.kv_cache
-        # Layers that share another's cache may have none.
+        # Layers that share another layer's cache may have none.
         if not _is_ours(layer) or layer_problem(impl) is not None or not kv_cache.numel():
             continue
         kind = (impl.num_heads, kv_cache.shape[1:], kv_cache.stride(), kv_cache.dtype)
@@ -154,7 +154,7 @@ class DevicePlan:
 
     families: Families
     tokens: Tensor
-    """int64 [M] places of the queries."""
+    """int64 [M] token indices of the queries."""
     prefix_lens: Tensor
     """int32 [F] tokens of each shared prefix."""
     prefix_table: Tensor
@@ -169,7 +169,7 @@ class DevicePlan:
 
 
 def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size: int) -> DevicePlan:
-    """Bring a plan to the device of `block_table` in one copy, without waiting for the device."""
+    """Copy a plan to the device of `block_table` in one transfer, without waiting for it."""
     families = plan.families
     parts = (
         families.rows,
@@ -179,7 +179,7 @@ def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size:
         plan.tokens.int(),
         plan.leaders.int(),
     )
-    # Triton compiles a kernel again for addresses that are no multiples of 16 bytes.
+    # Triton recompiles a kernel for addresses that are not multiples of 16 bytes.
     padded = [torch.nn.functional.pad(part, (0, -len(part) % 4)) for part in parts]
     packed = torch.cat(padded)
     if block_table.is_cuda:
@@ -190,8 +190,8 @@ def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size:
         for copy, part in zip(packed.split([len(each) for each in padded]), parts, strict=True)
     )
     num_rows = len(row_prefix_blocks)
-    # Beyond a row's end any block will do, because `suffix_lens` ends before it. FlashAttention 2
-    # reads, but does not use, a block after the last one, so both tables have one more.
+    # Past a row's end any block will do, because `suffix_lens` ends before it. FlashAttention 2
+    # reads, but does not use, a block after the last one, so both tables have one extra column.
     places = torch.arange(plan.max_suffix_blocks + 1, device=block_table.device)
     columns = (row_prefix_blocks[:, None] + places).clamp_(max=block_table.shape[1] - 1)
     return DevicePlan(
@@ -208,7 +208,7 @@ def on_device(plan: StepPlan, block_table: Tensor, seq_lens: Tensor, block_size:
 
 
 class FamilyBuilder:
-    """Additions of both builders to vLLM's."""
+    """Methods that both builders add to vLLM's."""
 
     planner: StepPlanner
 
@@ -216,13 +216,13 @@ class FamilyBuilder:
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Keep attention out of full CUDA graphs, unless no layer fits.
+        """Keep attention out of full CUDA graphs, unless no layer can read families.
 
-        vLLM then uses piecewise ones.
+        Without full graphs, vLLM uses piecewise ones.
         """
         ours = [layer for layer in _attention_layers(vllm_config) if _is_ours(layer)]
         if ours and all(layer_problem(layer.impl) for layer in ours):
-            # mypy does not know that vLLM's builder comes next.
+            # mypy does not know that vLLM's builder comes next in the method resolution order.
             vllms: Any = super()
             support: AttentionCGSupport = vllms.get_cudagraph_support(vllm_config, kv_cache_spec)
             return support
@@ -281,7 +281,7 @@ class FamilyFlashBuilder(FamilyBuilder, FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
-        """Build vLLM's metadata with families; drafts (`fast_build`) have none."""
+        """Build vLLM's metadata and add the families; drafts (`fast_build`) have none."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         plan = None if fast_build else self.device_plan(common_attn_metadata, self.block_size)
         return metadata if plan is None else FamilyFlashMetadata(**vars(metadata), plan=plan)
@@ -289,7 +289,7 @@ class FamilyFlashBuilder(FamilyBuilder, FlashAttentionMetadataBuilder):
     def update_block_table(
         self, metadata: FlashAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> FlashAttentionMetadata:
-        """Update vLLM's metadata; another KV cache group has other families: read row by row."""
+        """Update vLLM's metadata without families: those of another KV cache group differ."""
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
         return replace(updated, plan=None) if isinstance(updated, FamilyFlashMetadata) else updated
 
@@ -309,7 +309,7 @@ class FamilyFlashImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention; the KV cache has the new tokens of all rows already."""
+        """Compute attention; the KV cache already holds the new tokens of all rows."""
         metadata = attn_metadata
         if not isinstance(metadata, FamilyFlashMetadata) or metadata.plan is None:
             return super().forward(
@@ -328,15 +328,15 @@ class FamilyFlashImpl(FlashAttentionImpl):
         return output
 
     def step_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the memory of a layer's tensors between and after the two passes."""
+        """Return the memory (bytes) of a layer's tensors between and after the two passes."""
         rows, tokens = _most_rows(vllm_config), vllm_config.scheduler_config.max_num_batched_tokens
-        # mypy does not know that vLLM has resolved its type.
+        # mypy does not know that vLLM has resolved the dtype.
         dtype: Any = vllm_config.model_config.dtype
         # Queries and prefixes of rows in families, their suffixes, and the merged rows.
         values = 4 * rows * self.num_heads * self.head_size * dtype.itemsize
         # The log-sum-exp of all suffixes, of those in families, and of prefixes.
         sums = 4 * self.num_heads * (tokens + 2 * rows)
-        # FlashAttention 3 splits the prefixes where they are too few for the GPU.
+        # FlashAttention 3 splits the prefixes if they are too few to fill the GPU.
         splits = 0
         if self.vllm_flash_attn_version != 2:
             splits = min(-(-num_processors() // self.num_kv_heads), 128)
@@ -344,7 +344,7 @@ class FamilyFlashImpl(FlashAttentionImpl):
         return int(values + sums + partial)
 
     def warm_up(self, kv_cache: Tensor) -> None:
-        """Read a family of two rows, whose blocks are all block 0."""
+        """Compile the kernels by reading a family of two rows, whose blocks are all block 0."""
         if self.vllm_flash_attn_version is None or self.fa4_hd256:
             return
         block_size = kv_cache.shape[2]
@@ -456,7 +456,7 @@ class FamilyTritonBuilder(FamilyBuilder, TritonAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TritonAttentionMetadata:
-        """Build metadata with families; none with prefill: our kernel takes one query a row."""
+        """Build metadata with families; steps with prefill have none: one query per row only."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
         if fast_build or common.max_query_len != 1 or common.num_actual_tokens != common.num_reqs:
@@ -480,7 +480,7 @@ class FamilyTritonImpl(TritonAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention; the KV cache has the new tokens of all rows already."""
+        """Compute attention; the KV cache already holds the new tokens of all rows."""
         metadata = attn_metadata
         plan = metadata.plan if isinstance(metadata, FamilyTritonMetadata) else None
         if plan is None or output_scale is not None:
@@ -509,7 +509,7 @@ class FamilyTritonImpl(TritonAttentionImpl):
         return output
 
     def step_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the memory of a layer's partial results."""
+        """Return the memory (bytes) of a layer's partial results."""
         from apar_core.attention import triton_kernel
 
         model: Any = vllm_config.model_config

@@ -1,4 +1,4 @@
-"""The families of each step, for the builders of attention metadata."""
+"""Planning of each step's families, for the builders of attention metadata."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class FamilyCounts:
-    """Reads of a worker since its start, per layer; blocks are those of decoding rows.
+    """Counters of a worker since its start, per layer; blocks are those of decoding rows.
 
-    `shared_rows` were read in families, and `saved_blocks` block reads were not needed.
+    `shared_rows` counts rows read in families, and `saved_blocks` the block reads that they saved.
     """
 
     steps: int = 0
@@ -53,13 +53,13 @@ def _planners(worker: Worker) -> Iterator[StepPlanner]:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The families of a step, on the host, and what the host must know for launching kernels."""
+    """The families of a step, on the host, and the sizes needed for launching kernels."""
 
     families: Families
     seq_lens: torch.Tensor
     """int32 [R] tokens of each row."""
     tokens: torch.Tensor
-    """int64 [M] place of the query of each row of a family among the step's tokens."""
+    """int64 [M] index, in the step's tokens, of the query of each row in a family."""
     leaders: torch.Tensor
     """int64 [F] first row of each family."""
     max_family_rows: int
@@ -68,9 +68,9 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Groups the rows of each step for the layers of one metadata builder, of one KV cache spec.
+    """Groups the rows of each step, for the layers of one metadata builder and KV cache spec.
 
-    `problem` is what else keeps these layers from being read in two passes.
+    `problem` is a further reason why these layers cannot be read in two passes, None without one.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StepPlanner:
         self.counts = FamilyCounts()
         self._block_size = kv_cache_spec.block_size
         self._settings = family_settings(vllm_config, kv_cache_spec.page_size_bytes)
-        # mypy takes vLLM's class, a torch module, for an abstract one.
+        # mypy mistakes vLLM's class, a torch module, for an abstract one.
         layer_type: Any = Attention
         layers = get_layers_from_vllm_config(vllm_config, layer_type, list(layer_names))
         problems = [problem, *(layer_problem(layer.impl) for layer in layers.values())]
@@ -93,13 +93,13 @@ class StepPlanner:
         if found is not None:
             log_fallback(found)
             return
-        # Compiles the grouping before the first request.
+        # Compile the grouping before the first request.
         empty = torch.zeros(1, 1, dtype=torch.int32)
         group_rows(empty, empty[0], empty[0], block_size=self._block_size, settings=self._settings)
 
     @property
     def num_layers(self) -> int:
-        """Layers that are read in families: all of the builder's, or none."""
+        """Number of layers that are read in families: all of the builder's, or none."""
         return self._num_layers if self._is_active else 0
 
     def plan(self, common: CommonAttentionMetadata) -> StepPlan | None:

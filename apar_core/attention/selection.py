@@ -1,7 +1,7 @@
-"""Whether an engine can read families, and which of our classes takes the place of vLLM's.
+"""Selection of family attention: engine and layer checks, and the worker class to use.
 
-A worker subclass replaces vLLM's attention backends while the model is built, so vLLM chooses among
-them by its own rules. Without `attention: family`, nothing of vLLM is replaced.
+A worker subclass replaces vLLM's attention backends while the model is built, so vLLM still chooses
+among them by its own rules. Without `attention: family`, nothing in vLLM is replaced.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WORKERS = {
     CPU_WORKER: "apar_core.attention.cpu_backend.FamilyCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "apar_core.attention.gpu_backends.FamilyGPUWorker",
 }
-"""Our workers by vLLM's."""
+"""Our worker classes, by the vLLM class that each replaces."""
 _CPU = ".CPUWorker"
 _PLAIN_KV_CACHES = ("auto", "float16", "bfloat16", "float32")
 _FALLBACK = "attention: family: KV blocks are read row by row, because of %s"
 
 
 def use_family_attention(vllm_config: VllmConfig) -> None:
-    """Let an engine's workers read families, or log why they cannot."""
+    """Make an engine's workers read families, or log why they cannot."""
     parallel = vllm_config.parallel_config
     if reads_families(vllm_config):
         return
@@ -44,12 +44,15 @@ def use_family_attention(vllm_config: VllmConfig) -> None:
 
 
 def reads_families(vllm_config: VllmConfig) -> bool:
-    """Return whether an engine's workers can read families, before its model is built."""
+    """Return whether an engine uses one of our workers; known before its model is built."""
     return vllm_config.parallel_config.worker_cls in WORKERS.values()
 
 
 def engine_problem(vllm_config: VllmConfig) -> str | None:
-    """Return what keeps an engine from reading families, known before its model is built."""
+    """Return why an engine cannot read families; None if it can.
+
+    Checks only what is known before the model is built.
+    """
     parallel, model, cache = (
         vllm_config.parallel_config,
         vllm_config.model_config,
@@ -68,7 +71,7 @@ def engine_problem(vllm_config: VllmConfig) -> str | None:
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "microbatches": parallel.use_ubatching,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
-        # The host then knows only a bound of a row's length, also between the drafts of a step.
+        # The host then knows only a bound on a row's length, also between the drafts of a step.
         "speculative decoding on a GPU": speculates and not parallel.worker_cls.endswith(_CPU),
         "speculative decoding with asynchronous scheduling": speculates
         and bool(vllm_config.scheduler_config.async_scheduling),
@@ -79,9 +82,9 @@ def engine_problem(vllm_config: VllmConfig) -> str | None:
 
 
 def layer_problem(impl: Any) -> str | None:
-    """Return what keeps a layer's attention from being read in two passes.
+    """Return why a layer's attention cannot be computed in two passes; None if it can.
 
-    `impl` is vLLM's implementation of it, for CPU, FlashAttention or Triton.
+    `impl` is vLLM's implementation of the layer's attention, for CPU, FlashAttention or Triton.
     """
     window = impl.sliding_window
     problems = {
@@ -97,10 +100,10 @@ def layer_problem(impl: Any) -> str | None:
 
 
 def family_settings(vllm_config: VllmConfig, block_layer_bytes: int) -> FamilySettings:
-    """Return the thresholds in an engine's `additional_config`, which the plugin has checked.
+    """Return the thresholds from an engine's `additional_config`, which the plugin has validated.
 
-    Without `min_saved_blocks`, a GPU has the threshold for KV blocks of so many bytes in one layer.
-    A CPU reads every family, which is for tests.
+    Unless `min_saved_blocks` is given, a GPU uses the threshold for KV blocks of
+    `block_layer_bytes` bytes per layer. A CPU, used for tests, reads every family.
     """
     additional = vllm_config.additional_config
     values = additional.get("apar", {}) if isinstance(additional, dict) else {}
@@ -113,5 +116,5 @@ def family_settings(vllm_config: VllmConfig, block_layer_bytes: int) -> FamilySe
 
 @lru_cache
 def log_fallback(problem: str) -> None:
-    """Log why some layers or all of them are read row by row, each reason once in a process."""
+    """Log why some or all layers are read row by row; each reason once per process."""
     logger.warning(_FALLBACK, problem)

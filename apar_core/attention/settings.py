@@ -1,7 +1,7 @@
-"""Grouping of a step's rows into families. The defaults are predicted, not measured on a GPU.
+"""Thresholds for grouping rows into families; the defaults are predicted, not measured on a GPU.
 
-A group of rows is read in two passes, over the shared blocks and over the rest of each row, whose
-results are merged. `cluster/lab/virtual/shared_reads.py` counts what that saves.
+A group of rows is read in two passes: over the shared blocks, and over the rest of each row. Their
+results are merged. `cluster/lab/virtual/shared_reads.py` counts the block reads that this saves.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from typing import Self
 
 PASS_BYTES = 64 * 2**20
-"""KV cache that a GPU reads in one layer while it could start and merge a second pass.
+"""Bytes of KV cache, in one layer, that take as long to read as a second pass to launch and merge.
 
 That is 25 us at 2.7 TB/s: between an A100 (42 MB) and an H200 (119 MB)."""
 
 FURTHER_THREAD_COST = 0.6
-"""Time that a thread adds to a step beside others of its request, over that of a request's first.
+"""Step time that a further thread of a request adds, relative to the request's first thread.
 
 Predicted for Llama-7B with 220 rows a step: 0.55 on an A100, 0.53 on an H100. Models with fewer KV
-bytes per token are nearer to 1."""
+bytes per token are closer to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilySettings:
-    """The least that a group has to save. Rows of other groups are read one by one, as without it.
+    """Minimum size of a group, and minimum savings of a step; other rows are read one by one.
 
     min_rows: rows of a group.
     min_prefix_blocks: full KV blocks that all rows of a group begin with.
-    min_saved_blocks: block reads that all groups of a step save together, below which no row of the
-        step is grouped. It pays for the second pass, whose launch takes as long for one group as
-        for a hundred.
+    min_saved_blocks: block reads that all groups of a step save together. If they save fewer, no
+        row of the step is grouped. This pays for the second pass, whose launch takes as long for
+        one group as for a hundred.
     """
 
     min_rows: int = 2
@@ -43,5 +43,5 @@ class FamilySettings:
 
     @classmethod
     def for_blocks(cls, block_layer_bytes: int) -> Self:
-        """Return the settings for KV blocks of so many bytes in one layer and on one GPU."""
+        """Return the settings for KV blocks of `block_layer_bytes` bytes per layer and GPU."""
         return cls(min_saved_blocks=-(-PASS_BYTES // block_layer_bytes))

@@ -1,18 +1,18 @@
-"""Decode attention over a paged KV cache that reads what a family of rows shares once, in Triton.
+"""Triton decode attention over a paged KV cache; a family's shared prefix is read once.
 
 Rows of a family share their first full blocks: the prompt, and the path down to a fork. The
-attention of a row is that over the shared prefix, merged with that over the rest, its suffix
-(Hydragen, arXiv 2402.05099; the merge is that of Flash-Decoding):
+attention of a row is computed separately over the shared prefix and over the rest, its suffix, and
+then merged (Hydragen, arXiv 2402.05099; the merge is that of Flash-Decoding):
 
 1. `_prefix_kernel` takes the queries of a whole family as one matrix, so each KV head of the prefix
-   is read once for all rows. It keeps partial results: maximum, sum and weighted values.
-2. `_suffix_kernel` reads the rest of each row, and merges it with the row's prefix.
+   is read once for all rows. It stores partial results: maximum, sum and weighted values.
+2. `_suffix_kernel` reads the suffix of each row, and merges it with the row's prefix.
 3. `_merge_kernel` merges rows whose suffix was split among several programs.
 
-Long prefixes and suffixes are split into chunks, so that few rows fill a GPU as well. Shapes below:
-R rows, H query heads, K KV heads, D head size, B blocks a row, F families, P chunks.
+Long prefixes and suffixes are split into chunks, so that a few rows fill a GPU as well. Shapes
+below: R rows, H query heads, K KV heads, D head size, B blocks per row, F families, P chunks.
 
-Needs torch and triton only. Nothing here waits for the device: grids follow from limits that the
+Needs only torch and triton. Nothing here waits for the device: grids follow from limits that the
 caller knows on the host.
 """
 
@@ -29,31 +29,31 @@ from torch import Tensor
 
 from apar_core.attention.families import Families
 
-# Queries times heads that a program of the prefix kernel takes at most, at 16 and at 32 bits: more
-# need more registers than there are (counted for compute capability 8.0, 8.9 and 9.0).
+# Maximum queries times heads per program of the prefix kernel, by bytes per element (16 and 32
+# bits). More would exceed the registers (counted for compute capability 8.0, 8.9 and 9.0).
 _LARGEST_ROW_TILE = {2: 64, 4: 16}
-# A matrix product on tensor cores has at least so many rows.
+# Minimum number of rows of a matrix product on tensor cores.
 _SMALLEST_DOT = 16
 _LOG2_E = 1.4426950408889634
-# These differ from step to step: compiling for special values of them would stop the engine.
+# They change from step to step: recompiling for special values would stall the engine.
 _PER_STEP = ("chunk", "prefix_chunk", "prefix_parts", "tiles_per_family", "num_items")
-# It depends on the longest possible row, and nothing is faster with special values of it.
+# `table_stride` depends on the longest possible row; specializing on its value gains nothing.
 _NOT_SPECIAL = (*_PER_STEP, "table_stride")
-# Without a GPU, in Triton's interpreter, the number changes only how work is split.
+# For Triton's interpreter, without a GPU: the number affects only how work is split.
 _INTERPRETED_PROCESSORS = 4
 
 SCRATCH_BYTES = 256 * 2**20
-"""Most memory for partial results; longer chunks keep to it where rows and chunks are many."""
+"""Maximum memory for partial results; with many rows, longer chunks keep it within this limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Division of the kernels' work; measured per GPU by `benchmarks/gpu/family_kernel.py`.
 
-    tokens: tokens of KV cache that a program reads at a time, a power of 2 from 16.
-    warps, stages: of Triton; a stage is a tile of keys and values in shared memory.
+    tokens: tokens of KV cache that a program reads at a time; a power of 2, at least 16.
+    warps, stages: Triton's launch options; a stage is a tile of keys and values in shared memory.
     waves: programs per multiprocessor below which prefixes and suffixes are split.
-    smallest_chunk, largest_chunk: tokens of a split.
+    smallest_chunk, largest_chunk: limits on the tokens of a chunk.
     """
 
     tokens: int = 64
@@ -66,9 +66,9 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split of prefixes and suffixes in a call: tokens of a chunk, and chunks of the longest.
+    """Split of a call's prefixes and suffixes: tokens per chunk, and chunks of the longest one.
 
-    All are 0 for the prefixes of a call without families.
+    In a call without families, all fields for prefixes are 0.
     """
 
     row_tile: int
@@ -81,7 +81,7 @@ class Split:
     @property
     def scratch_parts(self) -> int:
         """Partial results of each row and head."""
-        # A row that needs no merge writes no partial result, but the places are there.
+        # A row that needs no merge writes no partial result, but has space for it.
         return self.prefix_parts + (self.suffix_parts if self.suffix_parts > 1 else 0)
 
 
@@ -103,7 +103,7 @@ def _attend(
     padded_size: tl.constexpr,
     upcast: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Attend from queries [block_m, padded_size] to the tokens from `begin` to `end` of a table.
+    """Attend from queries [block_m, padded_size] to tokens `begin` to `end` of a block table.
 
     Returns the maximum of the scores [block_m], in base-2 logarithms; the sum of 2 ** (score -
     maximum) [block_m]; and the values weighted by the same powers [block_m, padded_size], not
@@ -126,7 +126,7 @@ def _attend(
             value_tile = value_tile.to(tl.float32)
         scores = scale * tl.dot(queries, tl.trans(key_tile), input_precision="ieee")
         scores = tl.where(inside[None, :], scores, float("-inf"))
-        # Each tile has a token, so the maximum is finite.
+        # Each tile has at least one token, so the maximum is finite.
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         fade = tl.exp2(largest - new_largest)
@@ -154,7 +154,7 @@ def _merge(
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Merge the partial results of the chunks from `first` to `end` into those given.
+    """Merge the partial results of chunks `first` to `end` into the given ones.
 
     items: [block_m], row * H + head. num_items: R * H.
     """
@@ -168,7 +168,7 @@ def _merge(
             partial_values + places[:, None] * head_size + dims[None, :], mask=mask, other=0.0
         )
         new_largest = tl.maximum(largest, other_largest)
-        # Rows of padding have no maximum: no difference of infinities.
+        # Padding rows have no finite maximum; avoid subtracting infinities.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         fade = tl.exp2(largest - base)
         other_fade = tl.exp2(other_largest - base)
@@ -212,7 +212,7 @@ def _store_output(
 ) -> None:
     dims = tl.arange(0, padded_size)
     mask = valid[:, None] & (dims < head_size)[None, :]
-    # A row without tokens, as padding has it, gets zeros.
+    # A row without tokens, such as padding, gets zeros.
     found = values / tl.where(total == 0.0, 1.0, total)[:, None]
     places = row * row_stride + heads[:, None] * head_stride + dims[None, :]
     tl.store(output + places, found.to(output.dtype.element_ty), mask=mask)
@@ -253,7 +253,7 @@ def _prefix_kernel(
     """
     kv_head = tl.program_id(0)
     family = tl.program_id(1) // tiles_per_family
-    # Tiles of the same family are neighbours: what the first reads, the second finds in the cache.
+    # Tiles of a family are adjacent: the second finds in the cache what the first has read.
     first_row = (tl.program_id(1) % tiles_per_family) * (block_m // ratio)
     part = tl.program_id(2)
     start = tl.load(family_starts + family)
@@ -274,7 +274,7 @@ def _prefix_kernel(
         )  # fmt: skip
         if upcast:
             queries = queries.to(tl.float32)
-        # The prefix stands in the table of each row; take the first row's.
+        # Every row's table lists the prefix; use the first row's.
         table_row = tl.load(family_rows + start).to(tl.int64)
         largest, total, values = _attend(
             queries, block_table + table_row * table_stride, key_cache + kv_head * kv_head_stride,
@@ -324,7 +324,7 @@ def _suffix_kernel(
 ) -> None:
     """Attend from a row to a chunk of its suffix, for one KV head, and merge it with the prefix.
 
-    A suffix of several chunks is left to `_merge_kernel`. Grid: KV heads, rows, chunks.
+    `_merge_kernel` merges suffixes of several chunks. Grid: KV heads, rows, chunks.
     """
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -392,7 +392,7 @@ def _merge_kernel(
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
 ) -> None:
-    """Merge the chunks of a row whose suffix has several. Grid: KV heads, rows."""
+    """Merge the chunks of a row whose suffix was split. Grid: KV heads, rows."""
     row = tl.program_id(1).to(tl.int64)
     prefix = 0
     if has_prefix:
@@ -436,17 +436,17 @@ def family_decode(
     output: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Return the attention of one query a row over its tokens in the KV cache: [R, H, D].
+    """Return the attention [R, H, D] of one query per row over the row's tokens in the KV cache.
 
-    query: [R, H, D]. key_cache, value_cache: [blocks, block size, K, D] with the same strides, as
-    vLLM's Triton backend has them. block_table: int32 [R, B]. seq_lens: int32 [R], the tokens of a
-    row, its newest included; 0 gives zeros. families: rows that share leading blocks; None: none.
-    max_seq_len, max_family_rows, max_prefix_blocks: upper bounds, known on the host, of `seq_lens`,
-    of the rows of a family and of `families.prefix_blocks`.
+    query: [R, H, D]. key_cache, value_cache: [blocks, block size, K, D] with equal strides, as in
+    vLLM's Triton backend. block_table: int32 [R, B]. seq_lens: int32 [R], the tokens of a row, its
+    newest included; 0 gives zeros. families: rows that share leading blocks, None for none.
+    max_seq_len, max_family_rows, max_prefix_blocks: upper bounds, known on the host, on `seq_lens`,
+    on the rows of a family and on `families.prefix_blocks`.
 
-    Rows without a family, and those of a family with 0 blocks, are read whole. A row may be in one
-    family at most, and its prefix may not be longer than its tokens. Raises ValueError for shapes,
-    strides or bounds that do not fit.
+    Rows without a family, and rows of a family with 0 blocks, are read whole. A row may be in at
+    most one family, and its prefix may not be longer than its tokens. Raises ValueError for invalid
+    shapes, strides or bounds.
     """
     num_rows, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -481,7 +481,7 @@ def family_decode(
     dot: dict[str, Any] = {
         **shared, "ratio": ratio, "block_n": tiles.tokens, "num_warps": tiles.warps,
         "num_stages": tiles.stages,
-        # The interpreter has no products of bfloat16.
+        # Triton's interpreter has no matrix product of bfloat16.
         "upcast": query.dtype == torch.bfloat16 and not query.is_cuda,
     }  # fmt: skip
     scale_log2 = scale * _LOG2_E
@@ -514,8 +514,8 @@ def family_decode(
 def warm_up(key_cache: Tensor, value_cache: Tensor, num_heads: int) -> None:
     """Compile the kernels that steps with families need, by reading block 0 of a KV cache.
 
-    One of each is enough: they do not depend on the numbers of rows, tokens and families, but for
-    the size of the prefix pass's tiles. Arguments as of `family_decode`.
+    Only the tile size of the prefix pass needs several variants: nothing else depends on the
+    numbers of rows, tokens and families. Arguments are those of `family_decode`.
     """
     block_size, num_kv_heads, head_size = key_cache.shape[1:]
     query = key_cache.new_zeros((2, num_heads, head_size))
@@ -529,7 +529,7 @@ def warm_up(key_cache: Tensor, value_cache: Tensor, num_heads: int) -> None:
         num_rows *= 2
         family_decode(
             query, key_cache, value_cache, table, lengths, families, 1.0,
-            # Several chunks, for the merge.
+            # Several chunks, so that the merge kernel is compiled too.
             max_seq_len=2 * tiles.largest_chunk, max_family_rows=num_rows, max_prefix_blocks=1,
             tiles=tiles,
         )  # fmt: skip
@@ -538,7 +538,7 @@ def warm_up(key_cache: Tensor, value_cache: Tensor, num_heads: int) -> None:
 def default_tiles(dtype: torch.dtype, head_size: int) -> Tiles:
     """Return tiles with which the kernels fit into the registers and shared memory of all GPUs.
 
-    99 KiB is the least shared memory of a program from compute capability 8.0 on.
+    From compute capability 8.0 on, a program has at least 99 KiB of shared memory.
     """
     if dtype.itemsize == 4:
         return Tiles(tokens=16)
@@ -559,7 +559,7 @@ def split_of(
     tiles: Tiles,
     processors: int,
 ) -> Split:
-    """Return how `family_decode` splits its work: into enough programs, within the scratch."""
+    """Return a split of `family_decode` into enough programs, within `SCRATCH_BYTES`."""
     wanted = tiles.waves * processors
     # Half of the scratch for the prefixes, half for the suffixes.
     most_parts = max(SCRATCH_BYTES // (2 * _partial_bytes(num_rows, num_heads, head_size)), 1)
@@ -579,7 +579,7 @@ def split_of(
 def scratch_bytes(
     max_rows: int, num_heads: int, head_size: int, dtype: torch.dtype, *, max_seq_len: int
 ) -> int:
-    """Return the most memory that a call with up to so many rows and tokens a row allocates."""
+    """Return the most bytes that a call with `max_rows` rows of `max_seq_len` tokens allocates."""
     row_bytes = _partial_bytes(max_rows, num_heads, head_size)
     most_parts = _ceil_div(max_seq_len, default_tiles(dtype, head_size).smallest_chunk)
     return max(min(SCRATCH_BYTES, 2 * most_parts * row_bytes), row_bytes)
@@ -591,7 +591,7 @@ def _partial_bytes(num_rows: int, num_heads: int, head_size: int) -> int:
 
 
 def _chunk(longest: int, programs: int, wanted: int, most_parts: int, tiles: Tiles) -> int:
-    """Return the tokens of a chunk with which there are at least `wanted` programs.
+    """Return the tokens per chunk that yield `wanted` programs, within the limits of `tiles`.
 
     There are at most `most_parts` chunks.
     """
@@ -602,7 +602,7 @@ def _chunk(longest: int, programs: int, wanted: int, most_parts: int, tiles: Til
 
 
 def _row_tile(max_family_rows: int, ratio: int, dtype: torch.dtype) -> int:
-    """Return the queries times heads of a program of the prefix kernel: a row at the least."""
+    """Return the queries times heads per program of the prefix kernel: at least one row."""
     largest = max(_LARGEST_ROW_TILE[dtype.itemsize], _power_of_2(ratio, _SMALLEST_DOT))
     return _power_of_2(max_family_rows * ratio, _SMALLEST_DOT, largest)
 
@@ -612,7 +612,7 @@ def _ceil_div(number: int, divisor: int) -> int:
 
 
 def _power_of_2(number: int, smallest: int, largest: int = 1 << 30) -> int:
-    """Return the power of 2 that is at least `number`, within limits that are powers of 2."""
+    """Return the next power of 2 from `number` on, clamped to limits that are powers of 2."""
     return min(max(1 << (number - 1).bit_length(), smallest), largest)
 
 

@@ -29,7 +29,7 @@ MAX_CHOICES = 128
 # The gateway limits its requests itself; Ray Serve's cap must never apply first.
 _NO_CAP = 1_000_000
 _HUNG_GATEWAY_S = 10.0
-# Sizes with which an engine core has several workers, each a process of its own.
+# Options that give an engine core several workers, each a process of its own.
 _SPLITTING = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 # One additional replica during a rollout, for up to 100 replicas; Ray rounds up.
 _ONE_MORE_PERCENT = 1
@@ -56,13 +56,13 @@ class ClusterFacts:
     gateway_resource: str | None = None
 
     def version(self, *facts: Any) -> str:
-        """Version of a deployment; Ray Serve replaces replicas of another version."""
+        """Return the version of a deployment; Ray Serve replaces replicas of another version."""
         text = json.dumps([self.generation, *facts], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments: ours, overridden by the preset's, overridden by the user's."""
+    """Return vLLM's engine arguments: ours, overridden by the preset's, then by the user's."""
     arguments: dict[str, Any] = {"max_num_seqs": model.threads_per_replica}
     if on_gpu:
         if model.tensor_parallel_size > 1:
@@ -78,8 +78,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
         }
         if model.preset.is_small and not multiplies_bfloat16():
             arguments["dtype"] = "float32"
-        # The image for CPUs has no compiler. Small models are mostly tried out, for which compiling
-        # takes long: SmolLM2-135M is ready after 33 s without and after 93 s with it.
+        # The CPU image has no compiler. Small models are mostly for trying out, where compiling
+        # takes too long: SmolLM2-135M is ready after 33 s without and after 93 s with it.
         if model.preset.is_small or not has_compiler():
             arguments["enforce_eager"] = True
     arguments |= model.preset.engine | model.engine
@@ -116,7 +116,7 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
 def replica_environment(
     model: ModelConfig, *, on_gpu: bool, num_replicas: int = 1
 ) -> dict[str, str]:
-    """Environment of a replica's process, which vLLM reads when it is imported.
+    """Return the environment of a replica's process, which vLLM reads when it is imported.
 
     The cores are shared by `num_replicas`, the replicas of all models.
     """
@@ -171,7 +171,7 @@ def build_replicas(
             config.routing, is_lone=autoscaling is None and model.replicas == 1
         ),
         # A model that fails to load once will fail again. Dead replicas are replaced regardless;
-        # `deployments.serve_controller` lets also a restarted controller do so.
+        # `deployments.serve_controller` makes a restarted controller do so, too.
         max_constructor_retry_count=1,
         max_surge_percent=_ONE_MORE_PERCENT if facts.has_room else 0,
         ray_actor_options={
@@ -214,7 +214,7 @@ def build_application(
         name=GATEWAY,
         max_ongoing_requests=_NO_CAP,
         autoscaling_config=gateway_autoscaling(config, known.gateway_resource),
-        # The next gateway starts before the last one stops. Beside it there is no room per node.
+        # The next gateway starts before the last one stops. One per node leaves no room for that.
         max_surge_percent=0 if config.gateways == "per-node" else _ONE_MORE_PERCENT,
         ray_actor_options={
             "num_cpus": 0,

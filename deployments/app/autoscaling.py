@@ -43,8 +43,8 @@ def gateway_report(waiting: Mapping[str, int]) -> dict[str, float]:
 class GatewayPolicy:
     """Copies the gateways' waiting requests to the board.
 
-    The number of gateways stays as it is, or with `per_node` follows the number of nodes, of those
-    that have the Ray resource `resource`.
+    The number of gateways stays as it is or, with `per_node`, follows the number of nodes; with
+    `resource`, only of those that have this Ray resource.
     """
 
     def __init__(self, *, per_node: bool = False, resource: str | None = None) -> None:
@@ -110,7 +110,7 @@ class ModelPolicy:
 
 
 def model_autoscaling(model: ModelConfig) -> ServeAutoscalingConfig | None:
-    """Ray Serve's autoscaling configuration of a model; None for a fixed number of replicas."""
+    """Return Ray Serve's autoscaling configuration of a model; None for fixed replicas."""
     settings = model.autoscaling
     if settings is None:
         return None
@@ -126,11 +126,11 @@ def model_autoscaling(model: ModelConfig) -> ServeAutoscalingConfig | None:
 def gateway_autoscaling(
     config: ClusterConfig, resource: str | None = None
 ) -> ServeAutoscalingConfig:
-    """Ray Serve's autoscaling configuration of the gateways.
+    """Return Ray Serve's autoscaling configuration of the gateways.
 
-    Also for a fixed number, so that they report their queues. Without a model that scales, nothing
-    reads the reports, so they are rare. Ray Serve cannot stop them: a gateway whose configuration
-    is taken away logs an error for each.
+    A fixed number of gateways has one, too, so that they report their queues. Without a model that
+    scales, nothing reads the reports, so they are rare. Ray Serve cannot stop them: a gateway whose
+    configuration is removed logs an error for each.
     """
     scales = any(model.autoscaling is not None for model in config.models)
     period_s = _REPORT_PERIOD_S if scales else _UNREAD_REPORT_PERIOD_S

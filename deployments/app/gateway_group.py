@@ -1,8 +1,8 @@
-"""State that the gateways of one application share: leases of places, rates, and a secret.
+"""State that the gateways of one application share: leases of slots, rates, and a secret.
 
 It lives in one small Ray actor, `SharedState`. With a single gateway there is none. If the actor
-does not answer, requests pass unlimited by rates, and each gateway uses its part of the places.
-Ray restarts it, with empty counters.
+does not answer, rates are not enforced, and each gateway uses an equal share of the slots. Ray
+restarts the actor, with empty counters.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 ACTOR = "SharedState"
 _ANSWER_S = 0.5
-# The first answer waits for the actor's process.
+# The first reply waits for the actor's process.
 _FIRST_ANSWER_S = 20.0
 _SETTLE_S = 1.0
 
@@ -51,12 +51,12 @@ class SharedState:
         return leases, self._ledger.num_gateways, self._secret
 
     async def take(self, place: str, limit: int, window_s: int, num: int) -> bool:
-        """As `acquire_sliding_window_entry` of the library `limits`."""
+        """Call `acquire_sliding_window_entry` of the library `limits`."""
         taken: bool = await self._windows.acquire_sliding_window_entry(place, limit, window_s, num)
         return taken
 
     async def read(self, place: str, window_s: int) -> tuple[int, float, int, float]:
-        """As `get_sliding_window` of the library `limits`."""
+        """Call `get_sliding_window` of the library `limits`."""
         state: tuple[int, float, int, float] = await self._windows.get_sliding_window(
             place, window_s
         )
@@ -71,7 +71,7 @@ class ActorCalls:
         self._starting: asyncio.Task[Any] | None = None
 
     async def __call__(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
-        """Call a method of `SharedState`; starts the actor if necessary, within the same time."""
+        """Call a method of `SharedState`; start the actor if necessary, within the same timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 actor = await self._started()
@@ -81,9 +81,9 @@ class ActorCalls:
             raise
 
     async def _started(self) -> Any:
-        """Return the actor; its start waits for Ray's global store, which may be lost as well."""
+        """Return the actor; its start waits for Ray's global store, which may also be lost."""
         if self._actor is None:
-            # A call that times out leaves it to the next one: each would block another executor.
+            # A call that times out leaves the start to the next: each start blocks an executor.
             starting = self._starting = self._starting or asyncio.create_task(
                 asyncio.to_thread(_started_actor)
             )
@@ -117,12 +117,12 @@ class ActorWindows:
     async def acquire_sliding_window_entry(
         self, key: str, limit: int, expiry: int, amount: int = 1
     ) -> bool:
-        """Count units if the limit has room for them; returns whether it had."""
+        """Count units if the limit has room for them; return whether it had."""
         taken: bool = await self._asked("take", key, limit, expiry, amount)
         return taken
 
     async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
-        """Return units and seconds left of the previous window, then of the current one."""
+        """Return (units, seconds left) of the previous window, then of the current one."""
         state: tuple[int, float, int, float] = await self._asked("read", key, expiry)
         return state
 
@@ -140,9 +140,9 @@ def end_shared_state() -> None:
 
 
 class GroupMember:
-    """One of several gateways: renews its leases, and counts its keys' tokens where all see them.
+    """One of several gateways: renews its leases, and charges its keys' tokens where all see them.
 
-    A `Ledger` for its own `SharedPlaces`.
+    It is the `Ledger` of its own `SharedPlaces`.
     """
 
     def __init__(self, gateway: Gateway, gateway_id: str, num_configured: int) -> None:
@@ -155,7 +155,7 @@ class GroupMember:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self) -> None:
-        """Share the state from now on; the first leases are there on return."""
+        """Share the state from now on; on return, the first leases are in force."""
         self._gateway.callers.share(ActorWindows(self._calls))
         self._gateway.share(self.places)
         await self._renew()
@@ -166,7 +166,7 @@ class GroupMember:
         ]
 
     async def leave(self) -> None:
-        """Be the only gateway from now on."""
+        """Stop sharing: this is the only gateway from now on."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -174,7 +174,7 @@ class GroupMember:
         self._gateway.share(None)
 
     async def exchange(self, demands: Mapping[str, Demand], num_expected: int) -> dict[str, int]:
-        """As `PlaceLedger.exchange`. Raises LedgerSilentError."""
+        """See `PlaceLedger.exchange`. Raises LedgerSilentError."""
         secret = self._gateway.callers.cache_secret
         leases: dict[str, int]
         try:

@@ -94,7 +94,7 @@ class IngressSettings(BaseModel):
 
 @serve.ingress()
 class GatewayIngress:
-    """The Serve deployment of a gateway: its middleware around it."""
+    """The Serve deployment of a gateway, wrapped in its middleware."""
 
     def __init__(self, built: IngressSettings, *replicas: DeploymentHandle[Any]) -> None:
         settings = built.gateway
@@ -116,9 +116,9 @@ class GatewayIngress:
         self._drain = DrainMiddleware(
             self._gateway, partial(metrics.rejected, DrainingError.reason)
         )
-        # Outside it, so that a page can read why a draining server refuses its request.
+        # Outside the drain, so that a page can read why a draining server refuses its request.
         self._cors = Cors(self._drain, settings.cors)
-        # First of all: a page of another name must learn nothing of this server.
+        # Outermost: a page of another host name must learn nothing of this server.
         refused = partial(metrics.rejected, MisdirectedError.reason)
         self._host_check = HostCheck(self._cors, settings.allowed_hosts, refused)
         self._flush_timer: FlushTimer | None = None
@@ -201,11 +201,11 @@ class GatewayIngress:
         self._drain.close()
 
     async def inside(self) -> int:
-        """Return the number of requests inside."""
+        """Return the number of admitted requests that have not ended."""
         return self._drain.inside
 
     async def cut(self) -> int:
-        """End the remaining requests, each with an error; returns how many."""
+        """End the remaining requests, each with an error; return how many."""
         SHORTCUT.close()
         return self._drain.cut()
 
@@ -233,7 +233,7 @@ class GatewayIngress:
 
 
 class DrainMiddleware:
-    """ASGI middleware that counts the requests inside, and refuses new ones once closed."""
+    """ASGI middleware that counts the running requests, and refuses new ones once closed."""
 
     def __init__(self, app: ASGIApp, refused: Callable[[], None] = lambda: None) -> None:
         """`refused` is called for each request that arrives after `close`."""
@@ -245,7 +245,7 @@ class DrainMiddleware:
 
     @property
     def inside(self) -> int:
-        """Requests that have been let in and not yet answered."""
+        """Number of admitted requests that have not ended."""
         return len(self._tasks)
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ class DrainMiddleware:
         self._closed = True
 
     def cut(self) -> int:
-        """End the requests inside, each with an error; returns how many."""
+        """End the running requests, each with an error; return how many."""
         self.close()
         for task in self._tasks:
             self._tasks[task] = True
@@ -293,7 +293,7 @@ class DrainMiddleware:
 
 
 class _Answer:
-    """Tracks how much of an answer has been sent."""
+    """Tracks how much of a response has been sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,7 +1,7 @@
 """Application builder for Ray Serve's declarative configuration, as deployed by KubeRay.
 
 Instead of `apar serve`, Ray Serve calls `application` with the `args` of the configuration. It does
-so in a process on the head pod, when the replicas' pods may not have joined yet.
+so in a process on the head pod, possibly before the replicas' pods have joined.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 Kubernetes runs this as the pod's preStop hook, before it stops Ray. Ray Serve starts the node's
 replicas on other nodes, if there is room, and lets the ones here finish their requests. It stops
-them `drain_s` before the end of the time, whether others have started or not. A module of its own,
+them `drain_s` before the end of the time, whether or not others have started. A module of its own,
 so that the hook starts without importing the application.
 """
 
@@ -32,7 +32,7 @@ class DrainError(RuntimeError):
 
 
 def drain(gcs_address: str, node_ip: str, seconds: float) -> int:
-    """Drain the node with this IP address; returns the replicas left after `seconds`.
+    """Drain the node with this IP address; return the replicas left after `seconds`.
 
     Raises DrainError if no such node is alive, or if GCS refuses.
     """

@@ -65,7 +65,7 @@ class Service:
         self._deploy(self.config, self.config)
 
     def rollout(self, new: ClusterConfig) -> list[str]:
-        """Apply a new configuration to the running application; returns the changes in words.
+        """Apply a new configuration to the running application; return the changes in words.
 
         No request is lost. Replicas are replaced one by one, each new one before the old where
         there is room, and the old ones finish their requests. Raises ConfigError for settings that
@@ -92,7 +92,7 @@ class Service:
         return changes(old, new)
 
     def drain(self) -> int:
-        """Refuse new requests and give running ones `drain_s` to finish; returns how many were cut.
+        """Refuse new requests and give running ones `drain_s` to finish; return how many were cut.
 
         A signal may raise in here at any time.
         """
@@ -229,7 +229,7 @@ def core_shares(
 ) -> dict[str, int]:
     """Return, per deployment, the number of replicas that share the cores with its own.
 
-    A model whose processes need not change keeps its number; a new one would restart them.
+    A model whose processes need not change keeps its number: a new number would restart them.
     """
     known = [] if old is None else [_process_settings(model) for model in old.models]
     return {
@@ -241,13 +241,13 @@ def core_shares(
 
 
 def _process_settings(model: ModelConfig) -> dict[str, Any]:
-    """Settings that running replicas of a model depend on."""
+    """Return the settings that running replicas of a model depend on."""
     settings = model.model_dump(exclude=_WITHOUT_RESTART)
     return settings | {"name": model.public_name}
 
 
 def _has_room(config: ClusterConfig, *, on_gpu: bool) -> bool:
-    """Whether there are free GPUs for one more replica of any model."""
+    """Return whether there are free GPUs for one more replica of any model."""
     if not on_gpu:
         return True
     free = ray.available_resources().get("GPU", 0)
@@ -298,7 +298,7 @@ _RAISED = re.compile(r"^(?:\w+\.)*(\w+(?:Error|Exception)): (?=\S)", re.MULTILIN
 def last_error(message: str) -> str:
     """Return the last exception of the traceback in a message, without the traceback.
 
-    Exceptions of this project are in their own words; others keep the name of their class. The
+    Exceptions of this project are returned without the name of their class, others with it. The
     whole message is logged.
     """
     if not (found := list(_RAISED.finditer(message))):

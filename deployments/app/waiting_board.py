@@ -22,7 +22,7 @@ class WaitingBoard:
             self._entries[deployment] = (requests, now_s)
 
     def read(self, deployment: str, now_s: float) -> float:
-        """Return the requests that wait in the gateways for a deployment."""
+        """Return the number of requests that wait in the gateways for a deployment."""
         requests, written_s = self._entries.get(deployment, (0.0, 0.0))
         return requests if now_s - written_s <= MAX_AGE_S else 0.0
 

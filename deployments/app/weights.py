@@ -27,7 +27,7 @@ class WeightsError(RuntimeError):
 def repositories(text: str) -> list[tuple[str, str | None]]:
     """Split `NAME NAME@REVISION ...` into names and revisions.
 
-    Raises WeightsError if there is none, or one of another form.
+    Raises WeightsError if there is none, or if one has another form.
     """
     words = text.split()
     if not words:
@@ -44,7 +44,7 @@ def marker(home: Path, name: str, revision: str | None) -> Path:
 
 
 def download(home: Path, text: str) -> None:
-    """Download what is missing of the repositories, and mark them complete.
+    """Download missing parts of the repositories, and mark them complete.
 
     The hub's client reads HF_HOME and HF_TOKEN when it is imported.
     """

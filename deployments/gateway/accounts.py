@@ -1,11 +1,11 @@
-"""The keys in one model's queue: what they run, what waits, and what they have used.
+"""Accounts of the keys in one model's queue: running requests, waiting requests and usage.
 
-A key has one account for each priority that its requests ask for, and a client may use 2,001 of
-them. So nothing here goes through a key's accounts: counters are kept per key, and only the most
-urgent account with waiting requests can be next. Virtual times compare within a class, the accounts
-of one priority. Once a class has neither running nor waiting requests, all its accounts are
-forgotten, debts included. Source: Goyal et al., "Start-time fair queueing" (1996): virtual time
-begins anew with each busy period.
+A key has one account for each priority that its requests ask for, and a client may use 2,001
+priorities. So nothing here iterates over a key's accounts: counters are kept per key, and only the
+most urgent account with waiting requests can be next. Virtual times are comparable within a class,
+the accounts of one priority. Once a class has neither running nor waiting requests, all its
+accounts are forgotten, debts included. Source: Goyal et al., "Start-time fair queueing" (1996):
+virtual time begins anew with each busy period.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """Size of a request: a place for each sequence, and the estimated tokens of its prompts."""
+    """Size of a request: one slot per sequence, and the estimated tokens of its prompts."""
 
     num_sequences: int = 1
     prompt_tokens: int = 0
@@ -26,9 +26,9 @@ ONE = Size()
 
 
 def has_room(num_running: int, limit: int, size: Size) -> bool:
-    """Whether a limit on running sequences leaves room for a request.
+    """Return whether a limit on running sequences leaves room for a request.
 
-    A larger request than the limit runs alone: the limit may have fallen while it waited, or be
+    A request larger than the limit runs alone: the limit may have fallen while it waited, or be
     this gateway's part of a limit that all gateways share.
     """
     return num_running + size.num_sequences <= limit or (num_running == 0 < limit)
@@ -60,12 +60,12 @@ class QueuedKey:
         return self.has_room(self.first.next.size if self.priorities else Size())
 
     def has_room(self, size: Size) -> bool:
-        """Whether the key's own cap leaves room for a request."""
+        """Return whether the key's own cap leaves room for a request."""
         return self.max_running is None or has_room(self.num_running, self.max_running, size)
 
     @property
     def num_startable(self) -> int:
-        """Waiting sequences that would run if the replicas had unlimited places."""
+        """Waiting sequences that would run if the replicas had unlimited slots."""
         if self.max_running is None:
             return self.waiting_sequences
         room = max(0, self.max_running - self.num_running)
@@ -79,7 +79,7 @@ class QueuedKey:
 
 @dataclass(slots=True, eq=False)
 class PriorityClass:
-    """The accounts of one priority since it last was idle."""
+    """The accounts of one priority since it was last idle."""
 
     priority: int
     num_running: int = 0
@@ -145,7 +145,7 @@ class Waiter:
 
 
 class Accounts:
-    """All accounts of a queue whose class is not idle."""
+    """All accounts of a queue, except those of idle classes."""
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -176,7 +176,7 @@ class Accounts:
         return account
 
     def start(self, account: Account, size: Size) -> None:
-        """Count a request that begins to run."""
+        """Count a request that starts to run."""
         self.num_running += 1
         self.num_sequences += size.num_sequences
         account.num_running += 1
@@ -186,7 +186,7 @@ class Accounts:
         _note_full(account.key)
 
     def end(self, account: Account, size: Size) -> None:
-        """Count a request that has run."""
+        """Stop counting a running request."""
         self.num_running -= 1
         self.num_sequences -= size.num_sequences
         account.num_running -= 1
@@ -194,7 +194,7 @@ class Accounts:
         account.key.num_running -= size.num_sequences
 
     def wait(self, waiter: Waiter) -> None:
-        """Add a request to those that wait."""
+        """Add a waiting request."""
         account, key, peers = waiter.account, waiter.account.key, waiter.account.peers
         self.num_waiting += 1
         if not account.waiting:
@@ -211,7 +211,7 @@ class Accounts:
         _note_full(key)
 
     def stop_waiting(self, waiter: Waiter) -> None:
-        """Remove a request from those that wait."""
+        """Remove a waiting request."""
         account, key, peers = waiter.account, waiter.account.key, waiter.account.peers
         self.num_waiting -= 1
         del account.waiting[waiter]

@@ -1,6 +1,7 @@
-"""Routes for admin keys: `/admin/keys` creates, lists and revokes keys, `/admin/usage` reports.
+"""Routes for admin keys: keys are created, listed and revoked, and usage is reported.
 
-A key's secret is in one answer at most, that to its creation, and only if the server made it.
+`/admin/keys` manages keys, `/admin/usage` reports usage. A key's secret is returned at most once:
+in the response to its creation, if the server generated it.
 """
 
 import json
@@ -47,7 +48,7 @@ class Admin:
     async def answer(
         self, method: str, path: str, query: bytes, body: bytes, caller: Caller
     ) -> AnswerStart:
-        """Return the answer to a request. Raises RequestError and CapacityError."""
+        """Return the response to a request. Raises RequestError and CapacityError."""
         if caller.key is None or not caller.key.admin:
             raise AdminRequiredError(
                 f"The key {caller.name} is no admin's: set `admin: true` in its record."
@@ -64,7 +65,7 @@ class Admin:
         parameters = dict(parse_qsl(query.decode("latin-1")))
         if path == _USAGE:
             return await self._usage(store, parameters)
-        # What other gateways have changed meanwhile counts.
+        # Include what other gateways have changed meanwhile.
         await self._callers.ring.refresh()
         if name:
             return await self._revoke(store, name, parameters.get("id"))

@@ -1,4 +1,4 @@
-"""Cost of one request for its caller, from its admission to the end of its answer."""
+"""Charges of one request to its caller, from admission to the end of the answer."""
 
 from http import HTTPStatus
 from types import TracebackType
@@ -13,20 +13,20 @@ from deployments.wire.answer import AnswerEnd
 
 
 class Bill:
-    """Charges a request to its key's rates, budgets and share of the replicas.
+    """Charges a request to its key's rate limits, budgets and account in the fair queue.
 
-    A context manager: at the end, the request's places are free again, its usage is written, and
-    what was charged for a request that was sent to no replica is refunded. A request refused for
-    its content still counts in the rates: checking it costs as much as admitting it.
+    A context manager: on exit it releases the request's slots, records its usage, and refunds the
+    rates if the admitted request was sent to no replica. A request refused for its content still
+    counts towards the rates: checking it costs as much as admitting it.
 
-    Tokens are charged with an estimate of the prompt's length. It stands until the replica reports
-    the true length, and for good if the client leaves before that.
+    The prompt is charged by an estimate of its tokens until the replica reports the true number.
+    If the client leaves before that, the estimate stands.
     """
 
     def __init__(
         self, caller: Caller, admission: Admission, ledger: Ledger, record: RequestRecord
     ) -> None:
-        """`admission` is what `KeyRates.admit_request` has charged."""
+        """`admission` is what `KeyRates.admit_request` returned."""
         self._caller = caller
         self._admission = admission
         self._ledger = ledger
@@ -53,14 +53,15 @@ class Bill:
             self._tally.close(self._record)
 
     def refund(self) -> None:
-        """Take back what was charged to the rates."""
+        """Refund what was charged to the rates."""
         if self._caller.rates is not None:
             self._caller.rates.refund(self._admission)
 
     async def admit(self, prompt_tokens: int) -> None:
-        """Charge the prompt, by an estimate, to rates and budgets.
+        """Charge the estimated tokens of the prompt to rates and budgets.
 
-        Raises CapacityError if a rate or a budget is used up.
+        Raises RateLimitError or BudgetError if a rate or a budget is used up, and
+        PromptTooLongError if the prompt exceeds the whole token rate.
         """
         key, rates, record = self._caller.key, self._caller.rates, self._record
         self._prompt_tokens = prompt_tokens
@@ -72,7 +73,7 @@ class Bill:
             self._tally = self._ledger.begin(key, model, prompt_tokens)
 
     def placed(self, ticket: Ticket) -> None:
-        """Note the request's places at the replicas of the model that answers."""
+        """Record the ticket for the request's slots at the model that answers."""
         record = self._record
         self._ticket = ticket
         record.queue_s = round(ticket.queued_s, 6)
@@ -85,8 +86,8 @@ class Bill:
         return self._ticket
 
     def progress(self, num_tokens: int, prompt_tokens: int) -> None:
-        """Charge generated tokens, and those of the prompts."""
-        # On another replica, or with several prompts, the count begins anew or comes in parts.
+        """Charge newly generated tokens, and the prompt tokens counted so far."""
+        # The count restarts on another replica, and comes in parts if there are several prompts.
         if prompt_tokens > (self._record.prompt_tokens or 0):
             self._record.prompt_tokens = prompt_tokens
             self._charge_prompt(prompt_tokens)
@@ -100,12 +101,12 @@ class Bill:
         self._use_tokens(num_tokens)
 
     def retried(self, *, continued: bool) -> None:
-        """Note the loss of a replica."""
+        """Record the loss of a replica."""
         self._record.retries += 1
         self._record.continued += continued
 
     def ended(self, end: AnswerEnd | None) -> None:
-        """Charge the rest of the cost."""
+        """Charge the rest of the final cost, None if that is unknown."""
         record = self._record
         status = record.status or 0
         if end is None and status >= HTTPStatus.BAD_REQUEST and not record.generated_tokens:
@@ -129,7 +130,7 @@ class Bill:
         record.take_end(end)
 
     def _leave(self) -> None:
-        """Give the places at the replicas back."""
+        """Release the slots at the replicas."""
         record, ticket = self._record, self._ticket
         if ticket is None:
             return
@@ -138,12 +139,12 @@ class Bill:
             return
         if record.prompt_tokens is None and self._prompt_tokens:
             record.prompt_tokens = self._prompt_tokens
-        # A stream reports its tokens as they come, even if its client leaves.
+        # A stream reports its tokens as they are generated, even if its client leaves.
         reported = record.stream and record.generated_tokens > 0
         ticket.leave(cost_is_known=reported or self.end is not None)
 
     def _charge_prompt(self, num_tokens: int) -> None:
-        """Charge the prompt's tokens to rates and budgets, instead of those charged before."""
+        """Charge the prompt's tokens to rates and budgets, replacing the previous charge."""
         self._use_tokens(num_tokens - self._prompt_tokens)
         if self._tally is not None:
             self._tally.prompt(num_tokens)

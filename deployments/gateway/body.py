@@ -43,7 +43,7 @@ _INTEGER = TypeAdapter(int)
 _MESSAGE_FIELDS = ("tool_calls", "reasoning", "reasoning_content", "name", "arguments", "input")
 # Fields of a message, besides its content, that hold a text or a list of parts.
 _CONTENT_FIELDS = ("content", "output", "summary")
-# Fields of a part: a text, text at any depth, further parts. Images and files are no text.
+# Fields of a part: a text, text at any depth, further parts. Images and files are not text.
 _PART_FIELDS = ("text", "refusal", "thinking")
 _PART_VALUES = ("name", "input")
 # Fields that make an answer a single sequence of tokens.
@@ -57,9 +57,9 @@ _UNCONTINUED_FIELDS = (
 
 
 class BodyBudget:
-    """Bytes of requests and whole answers that a gateway may hold for all its requests together.
+    """Bytes of bodies that a gateway may hold for all its requests and whole responses together.
 
-    A key may hold as much as is still free, so that none takes what the others need: one key alone
+    A key may hold as much as is still free, so that no key takes what others need: one key alone
     gets half, two keys get a third each. Callers without a key share everything. Source: Choudhury
     and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (1998).
     """
@@ -202,7 +202,7 @@ def _check_num_values(raw: bytes) -> None:
 
 
 def _count_values(text: bytes) -> tuple[int, int]:
-    """Upper bounds for the objects and lists, and for all values, of JSON without strings.
+    """Return upper bounds for the objects and lists, and for all values, in JSON without strings.
 
     Every value except the first of its object or list follows a comma.
     """
@@ -263,13 +263,13 @@ class RequestBody:
 
     @property
     def num_choices(self) -> int:
-        """`num_sequences` up to 128, more than which the router need not know."""
+        """`num_sequences`, capped at 128: the router need not know more."""
         return min(self.num_sequences, _MAX_CHOICES)
 
     @property
     def _num_answers(self) -> int:
         try:
-            # As vLLM reads it: a text such as "32" is a number, too.
+            # As vLLM reads it: a string such as "32" is a number, too.
             return max(1, _INTEGER.validate_python(self.fields.get("n")))
         except ValidationError:
             return 1
@@ -385,7 +385,7 @@ class RequestBody:
         adapter: str | None = None,
         options: RequestOptions = NO_OPTIONS,
     ) -> RequestHint:
-        """Return what the router needs to know; of several prompts, it describes the first.
+        """Return the hint for the router; of several prompts, it describes the first.
 
         `cache_salt` is what `self.cache_salt` returned. Prompts under different salts, or to
         different LoRA adapters, share no cache and therefore no hash.
@@ -462,7 +462,7 @@ def _turns(field: str, turns: Any) -> Iterator[_Piece]:
         yield _Piece(field, "user", turns, len(turns))
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, dict):
-            # Items of the Responses API that are no messages have a type instead.
+            # Items of the Responses API that are not messages have a type instead of a role.
             role, text = turn.get("role", turn.get("type")), _message_text(turn)
             yield _Piece(field, role if isinstance(role, str) else "", text, len(text))
 

@@ -42,7 +42,7 @@ _Version = tuple[int, int, int]
 class Caller:
     """The owner of a key, or anyone if the gateway requires no keys.
 
-    `rates` are None without rate limits. `cache_salt` separates the key's part of the prefix cache.
+    `rates` is None without rate limits. `cache_salt` separates the key's part of the prefix cache.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Caller:
         return self.key is None or self.key.models is None or model in self.key.models
 
     async def rate_headers(self) -> Headers:
-        """Return the `x-ratelimit-*` headers of an answer; none for a caller without rates."""
+        """Return the `x-ratelimit-*` headers of a response; none for a caller without rates."""
         return [] if self.rates is None else await self.rates.headers()
 
 
@@ -63,7 +63,7 @@ EVERYONE = Caller(ANONYMOUS)
 
 
 class Callers:
-    """All callers of one gateway. Keys of the same name are one caller."""
+    """All callers of one gateway. Keys with the same name belong to one caller."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Callers:
         limits: LimitsConfig,
         key_store: KeyStoreConfig | None = None,
     ) -> None:
-        """Raise ConfigError if the keys' file cannot be read, SecretError if a secret cannot."""
+        """Raise ConfigError if the keys file cannot be read, SecretError if a secret cannot."""
         self._shared_storage: WindowStorage | None = None
         self._storage_uri = limits.read_storage_uri()
         self._store = self._open_store()
@@ -122,7 +122,7 @@ class Callers:
             self.store = None if key_store is None else open_store(key_store, storage_uri)
             self.ledger = Ledger(self.store, 1.0 if key_store is None else key_store.flush_s)
             self.ring.use_store(self.store, _max_age_s(key_store))
-            # Running requests still count in the old one, which writes until nothing is left.
+            # Running requests still count in the old ledger, which writes until nothing is left.
             self._closing.append(before)
         if storage_uri != self._storage_uri:
             self._storage_uri = storage_uri
@@ -150,7 +150,7 @@ class Callers:
     def share_cache_secret(self, secret: bytes) -> None:
         """Use the other gateways' secret unless the configuration names one.
 
-        Otherwise a prompt that one gateway has sent would miss the cache from another.
+        Otherwise a prompt sent by one gateway would miss the prefix cache when another sends it.
         """
         if self._given_secret is None and secret != self._secret:
             self._secret = secret
@@ -160,7 +160,7 @@ class Callers:
             }
 
     async def settle(self) -> None:
-        """Count all generated tokens where other gateways see them."""
+        """Charge outstanding tokens to the counters, where other gateways see them."""
         for caller in list(self._callers.values()):
             if caller.rates is not None:
                 await caller.rates.settle()
@@ -197,7 +197,7 @@ def _max_age_s(key_store: KeyStoreConfig | None) -> float:
 
 
 def _limits_of(key: KeyConfig) -> KeyConfig:
-    """Return the key without its hash: a key that is being replaced has two hashes."""
+    """Return the key without its hash: a key that is being rotated has two hashes."""
     return key.model_copy(update={"hash": ""})
 
 
@@ -206,8 +206,8 @@ class KeyRing:
 
     The file and the store of run-time keys are read again when they change. Without configured keys
     and a file, no key is required. After construction nothing fails: unusable keys are logged, and
-    those in force stay; run-time keys stay for `max_age_s` after their store was last read. A
-    run-time key that contradicts a configured one has no effect.
+    the previous ones stay in force. Run-time keys stay in force for `max_age_s` after their store
+    was last read. A run-time key that contradicts a configured one has no effect.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class KeyRing:
     async def find(self, headers: Headers) -> KeyConfig | None:
         """Return the key of a request, None if none is required.
 
-        Raises UnknownKeyError, and StoreError for a key that is not configured while what is known
-        of the run-time keys is too old.
+        Raises UnknownKeyError. Raises StoreError for a key that is not configured if the run-time
+        keys were last read too long ago.
         """
         if not self._keys and self._file is None:
             return None
@@ -304,11 +304,11 @@ class KeyRing:
         return key
 
     async def _ask_store(self) -> None:
-        """Take the run-time keys if they have changed; looks at most once in `STORE_AGE_S`."""
+        """Read the run-time keys if they have changed; check at most once per `STORE_AGE_S`."""
         if self._clock() - self._asked_store_s < STORE_AGE_S:
             return
         if self._asking.locked():
-            # While another request asks, what was just read will do, or what a failing store left.
+            # While another request asks, use the keys just read, or those left by a failing store.
             age_s = self._clock() - self._stored_read_s
             if age_s < (self._max_age_s if self._store_fails else 2 * STORE_AGE_S):
                 return
@@ -323,7 +323,7 @@ class KeyRing:
             raise StoreError(f"keys last read {age_s:.0f} s ago")
 
     async def refresh(self) -> None:
-        """Take the run-time keys now if they have changed; a failing store is logged."""
+        """Read the run-time keys now if they have changed; a failing store is logged."""
         store = self._store
         if store is None:
             return
@@ -412,7 +412,7 @@ def _by_hash(*sources: Sequence[KeyConfig]) -> dict[str, KeyConfig]:
 
 
 def _version_of(file: Path) -> _Version | None:
-    """Return what changes when a file or the symbolic link of a mounted secret is replaced."""
+    """Return a version that changes when a file, or the link of a mounted secret, is replaced."""
     try:
         status = os.stat(file)  # noqa: PTH116 - follows links, as opening the file does
     except FileNotFoundError:

@@ -11,7 +11,7 @@ from deployments.wire.answer import Headers
 from deployments.wire.errors import UnsupportedCodingError
 
 _CHUNK_BYTES = 2**16
-# Decoded at once. A block of zstd takes three bytes or more and holds at most 128 KiB.
+# Input decoded at once. A zstd block takes three bytes or more and holds at most 128 KiB.
 _ZSTD_SLICE_BYTES = 48
 # The largest window that HTTP allows: RFC 9659.
 _ZSTD_WINDOW_BYTES = 2**23

@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments.config.cors import CorsConfig
 
 _METHODS = ("GET", "POST", "DELETE")
-# What a page may read of an answer, besides the headers that it may always read.
+# Response headers that a page may read, besides those that it may always read.
 _EXPOSED = (
     "x-request-id",
     "retry-after",
@@ -19,7 +19,7 @@ _EXPOSED = (
 
 
 class Cors:
-    """ASGI middleware that answers preflights, and marks answers for the pages that may read them.
+    """ASGI middleware that answers preflight requests and adds CORS headers to responses.
 
     Without origins, it passes everything on. The settings can change while requests run.
     """

@@ -1,4 +1,4 @@
-"""One HTTP request in the gateway: its id, log record and answer."""
+"""One HTTP request in the gateway: its id, log record and response."""
 
 import re
 import time
@@ -31,7 +31,7 @@ _TOKEN = re.compile(TOKEN_PREFIX + r"[\w-]{20,}")
 
 
 class Exchange:
-    """A request and its answer, which is sent with the request's id and rate headers."""
+    """A request and its response, which is sent with the request's id and rate headers."""
 
     def __init__(
         self,

@@ -2,13 +2,13 @@
 
 Requests are served by priority class, then by the virtual time of their key, then by arrival. A
 key's virtual time advances by the prompt tokens of its requests and by the generated tokens of all
-their threads, divided by its weight. Forking therefore buys no place in the queue. Source: the
+their threads, divided by its weight. Forking therefore gains no advantage in the queue. Source: the
 virtual token counter (VTC) of Sheng et al., "Fairness in Serving Large Language Models" (arXiv
 2401.00588), in its variant with predicted lengths: generated tokens are thread steps, and the key's
 mean answer is charged in advance.
 
-A request takes a place for each of its sequences: answers times prompts. All start together. While
-the next request waits for enough places, no other takes them.
+A request takes one slot at the replicas per sequence: answers times prompts. All its sequences
+start together. While the next request waits for enough slots, no other request takes them.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from deployments.wire.errors import DeadlineError, QueueTimeoutError, RateLimitE
 _NEWEST = 0.1
 # Cost of a prompt token in generated tokens: the paper's weights are 1 and 2.
 _PROMPT_COST = 0.5
-# Minimum cost of a place: about one step of the engine.
+# Minimum cost of a slot: about one step of the engine.
 _MIN_TOKENS = 1
 # Requests over which the drain rate is measured.
 _NUM_ENDS = 64
-# Ends that a forecast of the wait needs.
+# Minimum number of ended requests for a forecast of the wait.
 _MIN_ENDS = 8
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
@@ -44,7 +44,7 @@ class Due(NamedTuple):
 
 
 class DrainRate:
-    """Rate at which requests end, over the last ones."""
+    """Rate at which requests end, measured over the last ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -57,21 +57,21 @@ class DrainRate:
         self._backlog_ends.append(self._ends[-1])
 
     def time_for(self, num_requests: int) -> float:
-        """Return the seconds in which requests will end, from 1 to 60; 1 if the rate is unknown."""
+        """Return the seconds until `num_requests` have ended, clamped to 1 to 60; 1 if unknown."""
         if len(self._ends) < 2:
             return _MIN_RETRY_S
-        # Until now, not until the last end: a stopped queue must not look fast.
+        # Measured until now, not until the last end: a stalled queue must not look fast.
         span_s = self._clock() - self._ends[0]
         return min(max(span_s / (len(self._ends) - 1) * num_requests, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def queue_is_empty(self) -> None:
-        """Forget how fast the queue moved: the next backlog may come after an idle time."""
+        """Forget how fast the backlog drained: the next one may come after an idle time."""
         self._backlog_ends.clear()
 
     def wait_s(self, num_ahead: int) -> float:
-        """Return the seconds in which as many requests will end; 0 while that is unknown.
+        """Return the seconds until `num_ahead` requests have ended; 0 while unknown.
 
-        By those that have ended since requests wait.
+        Measured over the requests that have ended since the queue was last empty.
         """
         ends = self._backlog_ends
         if len(ends) < _MIN_ENDS:
@@ -80,7 +80,7 @@ class DrainRate:
 
 
 class Ticket:
-    """A request's places at the replicas, which it holds until `leave` or `give_up`."""
+    """A request's slots at the replicas, held until `leave` or `give_up`."""
 
     __slots__ = (
         "_account",
@@ -102,7 +102,7 @@ class Ticket:
         self._weight = account.key.weight
         self.queued_s = queued_s
         self.num_tokens = 0
-        # Without this advance, a burst would take every free place before any token is charged.
+        # Without this advance, a burst would take every free slot before any token is charged.
         self._expected = queue._guess(account) * size.num_sequences
         self._prepaid = self._expected
         self._prompt_tokens = 0
@@ -110,7 +110,7 @@ class Ticket:
         self.charge_prompt(size.prompt_tokens)
 
     def charge_prompt(self, num_tokens: int) -> None:
-        """Charge the tokens of the request's prompts, instead of those charged before."""
+        """Charge the tokens of the request's prompts, replacing the previous charge."""
         unpaid = (num_tokens - self._prompt_tokens) * _PROMPT_COST
         self._prompt_tokens = num_tokens
         self._account.virtual_time += unpaid / self._weight
@@ -124,12 +124,12 @@ class Ticket:
         self._account.virtual_time += (num_tokens - paid) / self._weight
 
     def leave(self, *, cost_is_known: bool = True) -> None:
-        """Give the places back, once, after all known tokens have been charged.
+        """Release the slots; call once, after all known tokens have been charged.
 
-        A place costs at least `_MIN_TOKENS`, even if nothing was generated (`/tokenize`, or a
+        A slot costs at least `_MIN_TOKENS`, even if nothing was generated (`/tokenize`, or a
         request that the replica refuses): a key whose requests cost nothing would always go first.
         The cost is unknown if the client or the replica is gone. The advance charge then stays: a
-        key whose clients give up early must not gain from it.
+        key must not gain from clients that give up early.
         """
         account, num_sequences = self._account, self._size.num_sequences
         if cost_is_known:
@@ -146,7 +146,7 @@ class Ticket:
         self._queue._leave(account, self._size)
 
     def give_up(self) -> None:
-        """Give unused places back, once, with a full refund."""
+        """Release unused slots with a full refund; call once."""
         self._account.virtual_time -= self._prepaid / self._weight
         self.charge_prompt(0)
         self._queue._leave(self._account, self._size)
@@ -169,8 +169,8 @@ class QueueState:
 class FairQueue:
     """Admits requests to the replicas of one model in fair order.
 
-    Belongs to one event loop. At most `capacity` sequences run at once. While there is room, only
-    requests of keys at their own cap wait, and those behind a request that needs more room.
+    Belongs to one event loop. At most `capacity` sequences run at once. While there is room, a
+    request waits only if its key is at its own cap, or after a request that needs more room.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class FairQueue:
         self._drain = DrainRate(clock)
 
     def configure(self, *, capacity: int, max_waiting: int, max_wait_s: float) -> None:
-        """Set new limits; running and waiting requests go on."""
+        """Set new limits; running and waiting requests continue."""
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self.resize(capacity)
@@ -203,7 +203,7 @@ class FairQueue:
         self._grant()
 
     def has_room(self, size: Size) -> bool:
-        """Whether the replicas have enough free places for a request."""
+        """Return whether the replicas have enough free slots for a request."""
         return has_room(self._accounts.num_sequences, self._capacity, size)
 
     @property
@@ -222,7 +222,7 @@ class FairQueue:
     def account_of(self, name: str, priority: int = 0) -> Account:
         """Return the account of a key and priority, for a request that enters at once.
 
-        Accounts are forgotten when they matter no more, so the caller must not keep it.
+        The caller must not keep it: accounts are forgotten once they are idle.
         """
         return self._accounts.of(name, priority)
 
@@ -233,17 +233,17 @@ class FairQueue:
         max_wait_s: float | None = None,
         size: Size = ONE,
     ) -> Ticket:
-        """Return a request's places, at once or when its turn comes, within `max_wait_s` if given.
+        """Wait for a request's slots and return its ticket; `max_wait_s` overrides the default.
 
         Raises CapacityError if the queue is full, and QueueTimeoutError if the wait takes too long.
-        A key at its own cap gets RateLimitError instead of both. Raises DeadlineError if the
-        request is not out of the queue when it is `due`, or will certainly not be. Cancelling
+        A key at its own cap gets RateLimitError in both cases. Raises DeadlineError if the request
+        has not left the queue when it is `due`, or certainly will not have. Cancelling the call
         leaves the queue.
         """
         try:
             return await self._admitted(account, due, max_wait_s, size)
         except BaseException:
-            self._grant()  # Others may have waited behind a request of many sequences.
+            self._grant()  # Others may have waited after a request of many sequences.
             self._accounts.forget_idle(account.priority)
             raise
 
@@ -259,7 +259,7 @@ class FairQueue:
         if not account.waiting:
             self._lift(account, keeps_credit=account.num_running > 0)
             if not account.key.num_waiting and account.key.has_room(size) and self.has_room(size):
-                # Keys at their caps are not overtaken; one that may run waits for more places.
+                # A waiting key at its cap blocks nobody; one below its cap waits for more slots.
                 others = any(key.may_run for key in self._accounts.backlogged)
                 if not others:
                     return self._start(account, size, queued_s=0.0)
@@ -271,10 +271,10 @@ class FairQueue:
         )
 
     def _check_wait(self, account: Account, size: Size, due: Due) -> None:
-        """Raise DeadlineError if requests that go first in any case take too long.
+        """Raise DeadlineError if the requests that certainly go first take too long.
 
-        These are the key's own, and those of more urgent keys. Which others go first depends on
-        what the keys use meanwhile.
+        These are the waiting requests of the account and of more urgent classes. Which others go
+        first depends on what the keys use meanwhile.
         """
         num_ahead = len(account.waiting) + self._accounts.num_more_urgent(account.priority)
         wait_s = self._drain.wait_s(num_ahead + 1)
@@ -290,12 +290,12 @@ class FairQueue:
     def _lift(self, account: Account, *, keeps_credit: bool) -> None:
         """Raise a key's virtual time to that of its rivals.
 
-        So a key saves up no credit while it has nothing waiting or is at its cap. A key whose
-        requests still run keeps the credit of one answer. It sends its requests one by one, and
-        would otherwise get as many turns as a key with longer answers, not as many tokens.
+        A key thus saves up no credit while it has nothing waiting or is at its cap. A key whose
+        requests still run keeps the credit of one answer: if it sends its requests one by one, it
+        would otherwise get as many turns as a key with longer answers, but not as many tokens.
         """
-        # Not keys at their caps: they fall behind constantly, and a new key that started at their
-        # level would starve others.
+        # Without keys at their caps: they constantly fall behind, and a new key that started at
+        # their level would starve others.
         peers, key = account.peers, account.key
         rivals = [
             other
@@ -326,7 +326,7 @@ class FairQueue:
         num_waiting = self._accounts.num_waiting
         if num_waiting < self._max_waiting:
             return
-        # Of the least urgent class that waits: the others lose nothing to it.
+        # Only from the least urgent waiting class: more urgent ones lose nothing to it.
         fullest = max(self._accounts.least_urgent, key=lambda other: other.backlog, default=None)
         own = (account.priority, (len(account.waiting) + 1) / account.key.weight)
         if fullest is None or fullest is account or (fullest.priority, fullest.backlog) <= own:
@@ -345,7 +345,7 @@ class FairQueue:
         waiter = Waiter(account, size, loop.create_future(), self._clock())
         self._accounts.wait(waiter)
         if self.has_room(size):
-            self._grant()  # It may go before a request that waits for more places.
+            self._grant()  # It may go before a request that waits for more slots.
         if due is not None and due.left_s < max_wait_s:
             timer = loop.call_later(due.left_s, self._pass_deadline, waiter, due)
         else:
@@ -388,7 +388,7 @@ class FairQueue:
         )
 
     def _learn(self, account: Account, num_tokens: float) -> None:
-        """Update the mean lengths of sequences of the key and of all keys.
+        """Update the mean sequence lengths of the account and of all keys.
 
         Requests without output are ignored: they say nothing about the length of answers.
         """
@@ -409,7 +409,7 @@ class FairQueue:
         self._accounts.forget_idle(account.priority)
 
     def _grant(self) -> None:
-        """Grant free places, each to the first request of the account whose turn it is."""
+        """Grant free slots, request by request, to the account whose turn it is."""
         for key in self._accounts.backlogged:
             self._lift_held(key)
         while self._accounts.num_sequences < self._capacity:
@@ -428,7 +428,7 @@ class FairQueue:
                 self._lift_held(account.key)
 
     def _lift_held(self, key: QueuedKey) -> None:
-        """Raise the virtual time with which a key competes if it has been at its cap."""
+        """Raise the virtual time with which a key competes, if it has been at its cap."""
         if key.may_run and key.first.held:
             self._lift(key.first, keeps_credit=True)
 
@@ -457,7 +457,7 @@ class FairQueue:
 
 
 def _newer_mean(mean: float, num_tokens: float) -> float:
-    """Return the moving mean with one more answer; a mean of 0 stands for no answers yet.
+    """Return the moving mean with one more answer; a mean of 0 means no answers yet.
 
     A short answer counts for less, in proportion to its tokens. Lowering the mean takes as many
     tokens with short answers as with long ones, so tiny requests do not make the next burst cheap.

@@ -1,6 +1,6 @@
-"""The HTTP gateway: identifies callers, limits and orders requests, relays replicas' answers.
+"""The HTTP gateway: identifies callers, limits and queues requests, relays replicas' responses.
 
-Errors have the form of their route's API, and all answers carry the id of their request.
+Errors have the form of their route's API, and all responses carry the id of their request.
 """
 
 import asyncio
@@ -87,8 +87,8 @@ class Gateway:
     ) -> None:
         """`replicas` are in the order of the settings' models.
 
-        `sends_request_ids` is false if a server in front of the gateway sends the ids back. Raises
-        ConfigError if the keys' file cannot be read.
+        `sends_request_ids` is false if a server in front of the gateway returns the ids. Raises
+        ConfigError if the keys file cannot be read.
         """
         self._settings = settings
         self._health = HealthProbe()
@@ -98,7 +98,7 @@ class Gateway:
             settings.keys, settings.keys_file, settings.limits, settings.key_store
         )
         self._admin = Admin(self.callers)
-        # Leases of places, if this is one of several gateways.
+        # Leases of slots, if this is one of several gateways.
         self._places: SharedPlaces | None = None
         self._models = {
             model.name: Model(model, calls)
@@ -150,19 +150,19 @@ class Gateway:
         return {model.settings.deployment: model.state for model in self._models.values()}
 
     def share(self, places: SharedPlaces | None) -> None:
-        """Use these leases of places; None if this is the only gateway."""
+        """Use these leases of slots; None if this is the only gateway."""
         self._places = places
         for model in self._models.values():
             model.share(places)
 
     def needs(self) -> dict[str, Need]:
-        """Return what this gateway needs of the places that all gateways share."""
+        """Return this gateway's needs for slots that all gateways share."""
         return {
             place: need for model in self._models.values() for place, need in model.needs().items()
         }
 
     def take_places(self) -> None:
-        """Start the waiting requests for which the present leases have room."""
+        """Start the waiting requests for which the current leases have room."""
         for model in self._models.values():
             model.take_places()
 
@@ -197,7 +197,7 @@ class Gateway:
                 raise
             except Exception as error:
                 if exchange.record.status is not None:
-                    raise  # The client already has the start of an answer.
+                    raise  # The client already has the start of a response.
                 logger.exception(
                     "request failed in the gateway",
                     exc_info=error,
@@ -210,7 +210,7 @@ class Gateway:
                 self._count_refusal(exchange)
 
     def _count_refusal(self, exchange: Exchange) -> None:
-        """Count a request of a key that no replica got."""
+        """Count a key's refused request if it was sent to no replica."""
         record, caller = exchange.record, exchange.caller
         is_refused = record.sent_s is None and (record.status or 0) >= HTTPStatus.BAD_REQUEST
         if is_refused and caller is not None and caller.key is not None:
@@ -267,7 +267,7 @@ class Gateway:
         bill: Bill,
         exchange: Exchange,
     ) -> None:
-        """Queue a request and relay its answer. Raises RequestError and CapacityError."""
+        """Queue a request and relay its response. Raises RequestError and CapacityError."""
         try:
             limits = self._settings.limits
             raw = await read_body(
@@ -319,10 +319,11 @@ class Gateway:
         exchange: Exchange,
         max_wait_s: float | None,
     ) -> tuple[Model, RelayedRequest, Ticket]:
-        """Wait for places at a model's replicas, or at those of its fallback.
+        """Wait for slots at a model's replicas, or at those of its fallback.
 
-        A client that waits for a model to start, at most `max_wait_s`, gets no other while it
-        starts. Returns the model that answers, and the request for it. Raises as `Model.enter`.
+        A request that waits for its model to start, at most `max_wait_s`, does not go to the
+        fallback meanwhile. Returns the model that answers, the request for it, and the ticket for
+        its slots. Raises like `Model.enter`.
         """
         priority, due = request.terms.priority, _due(request.terms.deadlines)
         name = self._settings.fallback.get(exchange.record.adapter or model.settings.name)
@@ -347,11 +348,11 @@ class Gateway:
     def _parsed(
         self, caller: Caller, scope: Scope, raw: bytes, exchange: Exchange
     ) -> tuple[Model, RelayedRequest, Size]:
-        """Return a request's model, the request for its replicas, and what it takes of them.
+        """Return a request's model, the request for its replicas, and its size.
 
-        Prompt tokens count only for a caller with a key, 0 for others. The parsed body takes
-        several times its bytes and is released on return, unless its content is logged. Raises
-        RequestError.
+        Prompt tokens count only for a caller with a key; they are 0 for others. The parsed body
+        takes several times its bytes and is released on return, unless its content is logged.
+        Raises RequestError.
         """
         route = ROUTES[scope["path"]]
         body = RequestBody(raw, route.shape)
@@ -397,8 +398,8 @@ class Gateway:
         return model, request, Size(num_sequences, prompt_tokens)
 
     async def _administer(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
-        """Answer a request of an admin key."""
-        # The log has no name of a key: somebody may send the key itself by mistake.
+        """Handle a request to an admin route."""
+        # The logged path omits the name: somebody may send the key itself by mistake.
         if scope["path"].startswith(f"{ADMIN_PATH}keys/"):
             exchange.record.path = f"{ADMIN_PATH}keys/NAME"
         caller = await self.callers.identify(scope["headers"])
@@ -418,7 +419,7 @@ class Gateway:
         await send_whole(exchange.send, answer)
 
     async def _describe(self, caller: Caller, scope: Scope, exchange: Exchange) -> None:
-        """Answer a GET request about the server, which does not wait in a model's queue."""
+        """Answer a GET request about the server; it does not wait in a model's queue."""
         wait_s = self._settings.models_wait_s
         path = scope["path"]
         one = path.removeprefix(ONE_MODEL) if path.startswith(ONE_MODEL) else None
@@ -457,7 +458,7 @@ class Gateway:
     async def _tell_health(self, scope: Scope, send: Send) -> None:
         """Answer `/ready`, `/health` and `/health/MODEL`.
 
-        Probes have no key. Where callers need one, only those with a key learn of single models.
+        Probes send no key. If keys are required, only callers with a key see individual models.
         """
         try:
             caller: Caller | None = await self.callers.identify(scope["headers"])
@@ -508,9 +509,9 @@ def _call_in(
 
 
 def _answered_method(scope: Scope) -> str:
-    """Return the method as which a request is answered: HEAD as GET.
+    """Return the method as which a request is handled: GET for HEAD.
 
-    A server in front leaves out the body of an answer to HEAD.
+    A server in front of the gateway drops the body of a response to HEAD.
     """
     method: str = scope["method"]
     return "GET" if method == "HEAD" else method
@@ -540,7 +541,7 @@ def _asked_wait_s(scope: Scope) -> float | None:
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:
-    """Acknowledge the lifespan that Ray Serve runs for every ingress; nothing is set up here."""
+    """Acknowledge the lifespan events that Ray Serve sends an ingress; nothing is set up here."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -551,10 +552,10 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
 def _checked_sequences(
     body: RequestBody, model: Model, key: KeyConfig | None, *, generates: bool
 ) -> int:
-    """Return the places that a request takes. Raises RequestError if they exceed a limit.
+    """Return the number of slots that a request takes. Raises RequestError if it exceeds a limit.
 
-    A replica takes a request as a whole, so it needs places for all of its sequences. Without
-    `generates`, sequences end one by one after their prompts: a longer list takes all places.
+    A replica takes a request as a whole, so it needs slots for all of its sequences. Without
+    `generates`, sequences end one by one after their prompts: a longer list takes all slots.
     """
     limits = {"the limit `max_concurrency` of this model": model.max_sequences}
     if key is not None and key.max_threads is not None:
@@ -574,7 +575,7 @@ def _due(deadlines: Deadlines | None) -> Due | None:
 
 
 def _hurried(hint: RequestHint, deadlines: Deadlines) -> RequestHint:
-    """Return the hint of a request that is sent now, with the seconds left."""
+    """Return the hint with the seconds left until the deadlines, for a request sent now."""
     now_s = time.time()
     first, answer = (
         math.inf if at_s is None else at_s - now_s

@@ -65,7 +65,7 @@ def outcome_of(record: RequestRecord) -> Outcome:
 
 
 def _found_no_replica(record: RequestRecord) -> bool:
-    """Whether no replica ever took the request; after a retry, one did."""
+    """Return whether no replica ever took the request; after a retry, one did."""
     begun = record.status == HTTPStatus.OK or record.retries > 0
     return record.error_code == NoReplicaError.code and not begun
 
@@ -140,7 +140,7 @@ class GatewayMetrics:
         values = (
             state.running,
             sum(state.waiting.values()),
-            # Ray Serve makes its router when first asked, and ours with it.
+            # Ray Serve creates its router, and ours with it, on first use.
             model.replicas.num_running and ROUTERS.capacity(model.settings.deployment),
             model.settings.wanted,
             model.replicas.num_unreachable,
@@ -179,7 +179,7 @@ class GatewayMetrics:
 
 
 async def watch_lag(metrics: GatewayMetrics, period_s: float = 0.5) -> None:
-    """Measure the delay of a timer in this event loop, for ever."""
+    """Measure the delay of a timer in this event loop, forever."""
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + period_s

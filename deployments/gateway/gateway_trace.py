@@ -1,6 +1,7 @@
 """Spans of a request in the gateway: the request, its ingress and wait, each attempt at a replica.
 
-The context of an attempt's span travels with the request, so that the replica's spans hang below.
+The context of an attempt's span travels with the request, so that it is the parent of the replica's
+spans.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class RequestTrace:
         span = self._span
         span.set_attributes(_facts(record))
         if record.error_code not in _UNKNOWN_ROUTE:
-            # A few names for all requests: a client may ask for any model.
+            # A fixed set of names for all requests: a client may ask for any model.
             is_model = record.path.startswith(ONE_MODEL)
             route = f"{ONE_MODEL}{{model}}" if is_model else record.path
             span.update_name(f"{record.method} {route}")
@@ -231,7 +232,7 @@ class TracedCalls:
 
 
 class _Attempt:
-    """One attempt: its span, and thread times from the journal in case the replica just dies."""
+    """One attempt: its span, and thread times from the journal in case the replica dies."""
 
     def __init__(
         self, tracing: Tracing, span: Span, request: RelayedRequest, deployment: str

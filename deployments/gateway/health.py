@@ -1,7 +1,7 @@
-"""Whether each model can serve: asks the replicas' engines, not the controller.
+"""Health of each model, as reported by the replicas' engines, not by the controller.
 
-`/health` is about all models, `/health/MODEL` about one, `/ready` about whether any request can be
-served. `/live` (`DrainMiddleware`) asks nobody.
+`/health` covers all models, `/health/MODEL` one of them; `/ready` tells whether any request can be
+served. `/live` (`DrainMiddleware`) asks no replica.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ LIVE_PATH = "/live"
 HEALTH_PATH = "/health"
 READY_PATH = "/ready"
 
-# Long steps delay an engine's answer. Kubernetes' probes give up after 5 s.
+# Long steps delay an engine's reply. Kubernetes' probes give up after 5 s.
 _ANSWER_S = 4.0
 # However many probes there are, the replicas are asked at most this often.
 _AGE_S = 1.0
@@ -43,7 +43,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelHealth:
-    """State of a model: replicas wanted, running for Ray Serve, and answering just now."""
+    """State of a model: replicas wanted, running according to Ray Serve, and answering now."""
 
     status: Status
     wanted: int
@@ -76,7 +76,7 @@ class HealthProbe:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def of(self, model: Model) -> ModelHealth:
-        """Return a model's health; takes at most some seconds."""
+        """Return a model's health; takes at most a few seconds."""
         name = model.settings.deployment
         async with self._locks.setdefault(name, asyncio.Lock()):
             asked_s, health = self._known.get(name, (float("-inf"), None))
@@ -112,7 +112,7 @@ class HealthProbe:
 
 
 def health_answer(health: Mapping[str, ModelHealth], shown: Sequence[str]) -> AnswerStart:
-    """Return the answer to `/health`: 200 if every model can serve; the body has those `shown`."""
+    """Return the response to `/health`: 200 if all models can serve; the body lists `shown`."""
     failing = [name for name, each in health.items() if not each.status.serves]
     fields: dict[str, object] = {
         "status": "ok" if not failing else "degraded" if len(failing) < len(health) else "down",
@@ -126,14 +126,14 @@ def health_answer(health: Mapping[str, ModelHealth], shown: Sequence[str]) -> An
 
 
 def model_answer(health: ModelHealth) -> AnswerStart:
-    """Return the answer to `/health/MODEL`: 200 if the model can serve."""
+    """Return the response to `/health/MODEL`: 200 if the model can serve."""
     if health.status.serves:
         return _answer(health.fields)
     return _answer(health.fields, not_ready(health.starting))
 
 
 def ready_answer(health: Mapping[str, ModelHealth]) -> AnswerStart:
-    """Return the answer to `/ready`: 200 if at least one model can serve."""
+    """Return the response to `/ready`: 200 if at least one model can serve."""
     if any(each.status.serves for each in health.values()):
         return _answer({"status": "ok"})
     starting = [report for each in health.values() for report in each.starting]
@@ -141,7 +141,7 @@ def ready_answer(health: Mapping[str, ModelHealth]) -> AnswerStart:
 
 
 def not_ready(reports: Sequence[StartReport]) -> NotReadyError:
-    """Return the refusal while no replica runs, with what the starting ones do."""
+    """Return the error while no replica runs, with the progress of the starting ones."""
     text, retry_after_s = described(reports)
     return NotReadyError(text, retry_after_s=retry_after_s)
 

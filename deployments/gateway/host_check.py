@@ -28,7 +28,7 @@ class HostCheck:
         self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; one without `Host` is not from a browser."""
+        """Serve one request; requests without `Host` pass, as they come from no browser."""
         if scope["type"] == "http" and self.names is not None:
             for name, value in scope["headers"]:
                 host = value.decode("latin-1")

@@ -1,7 +1,7 @@
-"""Usage of each key, and the keys created at run time: in SQLite or in Redis.
+"""Stores, in SQLite or Redis, of each key's usage and of the keys created at run time.
 
-A store is written in batches, off the event loop. Days and months are those of UTC. Every method
-raises StoreError while the store fails.
+A store is written in batches, off the event loop. Days and months are in UTC. Every method raises
+StoreError while the store fails.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 ANSWER_S = 0.5
-"""A store that does not answer must not delay requests for longer (seconds)."""
+"""Timeout of a store: it must not delay requests for longer."""
 # Reports and admin calls may take longer than a request may wait.
 _REPORT_S = 10.0
 _LOCK_S = 5.0
@@ -48,8 +48,8 @@ _REDIS = "apar/"
 class Usage:
     """Usage of a model by a key on a day.
 
-    `requests` were sent to a replica, and `errors` of them ended with one. `refused` requests were
-    not sent. Tokens, threads and forks are those of all choices.
+    `requests` counts the requests sent to a replica, and `errors` those of them that ended with an
+    error. `refused` requests were not sent. Tokens, threads and forks include all choices.
     """
 
     requests: int = 0
@@ -75,7 +75,7 @@ COUNTERS = tuple(item.name for item in fields(Usage))
 
 
 class Row(NamedTuple):
-    """Day, key and model of a `Usage`; `day` is written as 2026-11-23."""
+    """Day, key and model of a `Usage`; `day` has the form 2026-11-23."""
 
     day: str
     key: str
@@ -100,7 +100,7 @@ class Used(NamedTuple):
 
 
 class StoredKey(BaseModel):
-    """A key created at run time; `id` names it among keys of the same name."""
+    """A key created at run time; `id` distinguishes it from keys of the same name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -139,9 +139,9 @@ class KeyStore(Protocol):
 
 
 def open_store(config: KeyStoreConfig, storage_uri: str) -> KeyStore:
-    """Return the store of a configuration; it connects at the first use.
+    """Return the store of a configuration; it connects on first use.
 
-    `storage_uri` is `limits.rate_storage` with its password, which is used if there is no path.
+    `storage_uri` is `limits.rate_storage` with its password; it is used if there is no path.
     """
     if config.path is not None:
         return SqliteStore(config.path, config.keep_days)
@@ -248,7 +248,7 @@ class SqliteStore:
         await self._run(write, _REPORT_S, writes=True)
 
     async def close(self) -> None:
-        """Close the file after the work that is under way."""
+        """Close the file after the work in progress."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._executor, self._drop)
         self._executor.shutdown(wait=False)
@@ -282,7 +282,7 @@ class SqliteStore:
 
     def _open(self) -> sqlite3.Connection:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Owner only: the file holds hashes of keys and who asked how much.
+        # Owner only: the file holds hashes of keys, and the usage of each.
         os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
             self._path, timeout=_LOCK_S, isolation_level=None, check_same_thread=False
@@ -333,9 +333,10 @@ class SqliteStore:
 
 
 def _set_wal(connection: sqlite3.Connection) -> None:
-    """Let readers and a writer use the file at once.
+    """Switch to WAL mode, in which readers and a writer can use the file at the same time.
 
-    For this change SQLite does not wait for other connections that are opening the file.
+    Retries while the file is busy: for this switch, SQLite does not wait for other connections
+    that are opening it.
     """
     until = time.monotonic() + _LOCK_S
     while True:
@@ -351,7 +352,7 @@ def _set_wal(connection: sqlite3.Connection) -> None:
 class RedisStore:
     """Redis, shared by all gateways: one hash of counters per day, and one of all keys."""
 
-    # One call, so that a batch counts once and completely. ARGV: two lifetimes, then hash, field
+    # One call, so that a batch is added once and completely. ARGV: two lifetimes, then hash, field
     # and number of each counter.
     _ADD = """
         if not redis.call('SET', KEYS[1], 1, 'NX', 'EX', ARGV[1]) then return 0 end
@@ -463,16 +464,16 @@ class RedisStore:
 
 
 def _new_version() -> int:
-    """Return a number that no other version of the keys has had.
+    """Return a random number, which no other version of the keys has had.
 
-    A counter would begin again in a store that was emptied or restored, and gateways would take
+    A counter would restart in a store that was emptied or restored, and gateways would mistake
     other keys for those that they know.
     """
     return secrets.randbits(63)
 
 
 def _readable(records: Iterable[tuple[bytes | str, bytes | str]]) -> list[StoredKey]:
-    """Return the keys of records (id and content) in their order; unreadable ones are logged."""
+    """Return the keys of records (id and content), in order; log and skip unreadable ones."""
     keys = []
     for key_id, record in records:
         try:

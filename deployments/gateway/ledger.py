@@ -1,9 +1,9 @@
-"""Usage of the keys, counted in memory and written to the store in batches; and their budgets.
+"""Usage and budgets of API keys; usage is counted in memory and written to the store in batches.
 
-A budget counts what is stored, what this gateway has not stored yet, and the prompts of requests
-that run here: an estimate of their tokens until the replica has counted them. Other gateways see it
-with their next look at the store. If the store fails, usage is kept and written later, and budgets
-count what is known: an outage of the store must not become one of the cluster.
+A budget counts the stored usage, the usage that this gateway has not stored yet, and the prompt
+tokens of requests that run here (an estimate until the replica has counted them). Other gateways
+see new usage the next time they read the store. If the store fails, usage is kept and written
+later, and budgets count what is known: an outage of the store must not become one of the cluster.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from deployments.wire.errors import BudgetError, StoreError
 logger = logging.getLogger(__name__)
 
 UNKNOWN_MODEL = "unknown"
-"""Model in the usage of requests that named none that the key may use."""
+"""Model recorded for requests that named no model that the key may use."""
 
 
 class Budget(NamedTuple):
-    """A limit of a key on a calendar day or month; `field` is its name in the configuration."""
+    """A limit of a key per calendar day or month; `field` is its name in the configuration."""
 
     field: str
     period: str
@@ -43,12 +43,12 @@ BUDGETS = tuple(
 
 
 def has_budget(key: KeyConfig) -> bool:
-    """Return whether any budget limits the key."""
+    """Return whether the key has a budget."""
     return any(getattr(key, budget.field) is not None for budget in BUDGETS)
 
 
 def utc_now() -> datetime:
-    """Return the time by which days and months begin."""
+    """Return the current time in UTC, in which days and months begin."""
     return datetime.now(UTC)
 
 
@@ -63,7 +63,7 @@ def renewal(period: str, now: datetime) -> datetime:
 
 @dataclass(slots=True)
 class _Known:
-    """Usage of a key that the store has reported, and when."""
+    """Usage of a key as last read from the store, and the time of reading."""
 
     used: Used
     day: str
@@ -79,18 +79,18 @@ class Ledger:
         flush_s: float = 1.0,
         now: Callable[[], datetime] = utc_now,
     ) -> None:
-        """Without a store, nothing is counted and budgets limit nothing."""
+        """Without a store, nothing is counted and budgets are not enforced."""
         self._store = store
         self.flush_s = flush_s
         self._now = now
         self._pending: defaultdict[str, dict[Row, Usage]] = defaultdict(dict)
         self.epoch = 0
-        # Being written; kept until it is, so that a batch has one id for all its attempts.
+        # The batch being written, kept until it succeeds: it has one id for all attempts.
         self._batch: Batch | None = None
         self._known: dict[str, _Known] = {}
         # Prompt tokens of running requests, by key.
         self._reserved: Counter[str] = Counter()
-        # Between a write and the update of what is known, a read would count twice.
+        # A read between a write and the update of `_known` would count usage twice.
         self._lock = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
         self._is_failing = False
@@ -103,25 +103,25 @@ class Ledger:
         self._check(key)
 
     def begin(self, key: KeyConfig, model: str, prompt_tokens: int) -> "Tally":
-        """Count a request that is about to be sent, with an estimate of its prompt's tokens.
+        """Count a request that is about to be sent, with an estimate of its prompt tokens.
 
-        Raises BudgetError: others may have used up the budget since `check`.
+        Raises BudgetError if other requests have used up the budget since `check`.
         """
         if self._store is not None and has_budget(key):
             self._check(key)
         return Tally(self, key.name, model, prompt_tokens)
 
     def row(self, key: str, model: str) -> Row:
-        """Return where usage of now is counted."""
+        """Return the row in which usage is counted now."""
         return Row(self._now().date().isoformat(), key, model)
 
     def add(self, row: Row, usage: Usage) -> None:
-        """Count usage."""
+        """Add usage to a row."""
         if self._store is not None:
             self.pending(row).add(usage)
 
     def pending(self, row: Row) -> Usage:
-        """Return the usage that is written next, to be added to while `epoch` stays the same."""
+        """Return a row's unwritten usage, which may be added to while `epoch` stays the same."""
         rows = self._pending[row.key]
         usage = rows.get(row)
         if usage is None:
@@ -136,7 +136,7 @@ class Ledger:
         self.add(self.row(key, model), Usage(refused=1))
 
     async def flush(self) -> None:
-        """Write what has been counted. Raises StoreError; it is then written later."""
+        """Write the counted usage. Raises StoreError; the usage is then kept and written later."""
         if self._store is None:
             return
         async with self._lock:
@@ -150,7 +150,7 @@ class Ledger:
                 self._batch = None
 
     async def close(self) -> None:
-        """Write everything, and close the store."""
+        """Write all usage and close the store; usage that cannot be written is logged as lost."""
         if self._writer is not None:
             self._writer.cancel()
             with suppress(asyncio.CancelledError):
@@ -165,11 +165,11 @@ class Ledger:
             await self._store.close()
 
     async def _write_soon(self) -> None:
-        """Write after `flush_s`, and again until nothing is left."""
+        """Write every `flush_s` seconds until nothing is left."""
         while self._pending or self._batch is not None:
             await asyncio.sleep(self.flush_s)
             try:
-                # Shielded: a write that has begun must not be forgotten halfway.
+                # Shielded: a write that has begun must not be abandoned halfway.
                 await asyncio.shield(self.flush())
             except StoreError as error:
                 if not self._is_failing:
@@ -185,7 +185,7 @@ class Ledger:
                 known.used = _with(known.used, known.day, row, usage)
 
     async def _look_up(self, name: str, store: KeyStore) -> None:
-        """Read what all gateways have stored, unless that was done within `flush_s`."""
+        """Read the usage stored by all gateways, unless it was read within `flush_s`."""
         if self._is_current(name):
             return
         now = self._now()
@@ -227,7 +227,7 @@ class Ledger:
                 )
 
     def _used(self, name: str, day: str) -> Used:
-        """Return what a key has used, with what is not stored yet."""
+        """Return a key's usage, including what is not stored yet."""
         known = self._known.get(name)
         used = Used() if known is None else _as_of(known, day)
         for row, usage in self._pending.get(name, {}).items():
@@ -259,13 +259,13 @@ class Tally:
         ledger.add(self._begun_in, Usage(requests=1))
 
     def answered_by(self, model: str) -> None:
-        """Count everything for another model, which answers; before anything is generated."""
+        """Count the request for the model that answers instead; call before tokens are counted."""
         self._ledger.add(self._begun_in, Usage(requests=-1))
         self._model, self._begun_in = model, self._begun_in._replace(model=model)
         self._ledger.add(self._begun_in, Usage(requests=1))
 
     def prompt(self, num_tokens: int) -> None:
-        """Count this number of prompt tokens while the request runs, instead of the last one."""
+        """Set the number of prompt tokens that is counted while the request runs."""
         self._ledger._reserve(self._key, num_tokens - self._reserved)
         self._reserved = num_tokens
 
@@ -274,14 +274,14 @@ class Tally:
         ledger = self._ledger
         if not num_tokens or ledger._store is None:
             return
-        # For every piece of a stream, so the row is looked up only after a write.
+        # Called for every piece of a stream, so the row is looked up only after a write.
         if self._epoch != ledger.epoch:
             self._usage = ledger.pending(ledger.row(self._key, self._model))
             self._epoch = ledger.epoch
         self._usage.generated_tokens += num_tokens
 
     def close(self, record: RequestRecord) -> None:
-        """Count the rest, once, after the end of the request."""
+        """Count the remaining usage; call once, after the end of the request."""
         self._ledger._reserve(self._key, -self._reserved)
         if record.sent_s is None:
             self._ledger.add(self._begun_in, Usage(requests=-1))
@@ -297,7 +297,7 @@ class Tally:
 
 
 def _with(used: Used, day: str, row: Row, usage: Usage) -> Used:
-    """Return `used` with a row added, if it is of the day or of its month."""
+    """Return `used` with a row added, if the row is of that day or month."""
     if row.day[:7] != day[:7]:
         return used
     today = row.day == day
@@ -310,7 +310,7 @@ def _with(used: Used, day: str, row: Row, usage: Usage) -> Used:
 
 
 def _as_of(known: _Known, day: str) -> Used:
-    """Return what is known about a day, which may have begun since the store was read."""
+    """Return the known usage of a day, which may have begun after the store was read."""
     if known.day == day:
         return known.used
     if known.day[:7] == day[:7]:

@@ -22,14 +22,14 @@ from deployments.wire.request import RelayedRequest
 
 
 class CachedResponse:
-    """An answer that a replica gives once and the gateway then repeats.
+    """A response that a replica gives once and the gateway then repeats.
 
     At most one request for it is at a replica at a time, so these requests cannot crowd out those
-    that generate. `answer` is the latest answer, None before the first.
+    that generate. `answer` is the latest response, None before the first.
     """
 
     def __init__(self, outdated: AnswerStart | None = None) -> None:
-        """`outdated` is an earlier answer, repeated only until a replica can be asked again."""
+        """`outdated` is an earlier response, repeated only until a replica can be asked again."""
         self.answer = outdated
         self._is_current = False
         self._lock = asyncio.Lock()
@@ -37,7 +37,7 @@ class CachedResponse:
     async def ask(
         self, replicas: ReplicaCalls, request: RelayedRequest, wait_s: float
     ) -> AnswerStart:
-        """Return the answer or a replica's error. Raises TimeoutError after `wait_s`."""
+        """Return the response or a replica's error. Raises TimeoutError after `wait_s`."""
         async with asyncio.timeout(wait_s), self._lock:
             if self._is_current and self.answer is not None:
                 return self.answer
@@ -74,7 +74,7 @@ class Model:
         """Apply new settings; running and waiting requests continue."""
         self.settings = settings
         self.replicas = replicas
-        # An answer still on its way to the old card describes the model before the change.
+        # A response still on its way to the old card describes the model before the change.
         self.card = CachedResponse(self.card.answer)
         self.descriptions.clear()
         self._queue.configure(
@@ -84,7 +84,7 @@ class Model:
         )
 
     def replicas_changed(self, num_running: int) -> None:
-        """Resize the queue's capacity to the number of running replicas."""
+        """Resize the queue to the number of running replicas."""
         # 0 before the first replica is known; a model that has lost all of them waits for one.
         if num_running or self._num_running is not None:
             self._num_running = num_running
@@ -113,7 +113,7 @@ class Model:
         max_wait_s: float | None = None,
         size: Size = ONE,
     ) -> Ticket:
-        """Wait for a request's places at the replicas. Raises as `FairQueue.enter` does."""
+        """Wait for a request's slots at the replicas. Raises like `FairQueue.enter`."""
         account = self._queue.account_of(caller.name, priority)
         key = account.key
         if caller.key is not None:
@@ -122,7 +122,7 @@ class Model:
             key.cap = caller.key.max_threads
             key.max_running = self._places_of(key)
         if self._places is not None and not (key.has_room(size) and self._queue.has_room(size)):
-            # Renewed when this request waits, which it does before the event loop turns.
+            # The renewal runs in another task, by which time this request waits in the queue.
             self._places.hurry()
         return await self._queue.enter(account, due, max_wait_s, size)
 
@@ -132,7 +132,7 @@ class Model:
         self.take_places()
 
     def needs(self) -> dict[str, Need]:
-        """Return what this gateway needs of the places that all gateways share."""
+        """Return this gateway's needs for slots that all gateways share."""
         state, name = self._queue.state, self.settings.deployment
         needs = {name: Need(self._all_places, state.num_sequences, state.num_startable)}
         for key in self._queue.keys:
@@ -141,7 +141,7 @@ class Model:
         return needs
 
     def take_places(self) -> None:
-        """Apply the present leases, and start what they have room for."""
+        """Apply the current leases, and start the requests that they have room for."""
         for key in self._queue.keys:
             key.max_running = self._places_of(key)
         self._queue.resize(self._capacity)
@@ -152,14 +152,14 @@ class Model:
         return self._places.of(f"{self.settings.deployment}/{key.name}", key.cap)
 
     def max_threads_of(self, caller: Caller) -> int | None:
-        """Return the caller's threads per replica, spread evenly; None without a cap."""
+        """Return the caller's cap on threads per replica, spread evenly; None without a cap."""
         if caller.key is None or caller.key.max_threads is None:
             return None
         return math.ceil(caller.key.max_threads / max(1, self._replicas))
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that one request may have: those that a replica may run."""
+        """Maximum number of sequences of one request: what one replica may run."""
         return self.settings.requests_per_replica
 
     @property
@@ -168,7 +168,7 @@ class Model:
 
     @property
     def _all_places(self) -> int:
-        """Sequences that all replicas together may run, of all gateways."""
+        """Maximum number of running sequences on all replicas, for all gateways together."""
         return self._replicas * self.settings.requests_per_replica
 
     @property
@@ -186,9 +186,9 @@ def by_name(models: Iterable[Model]) -> dict[str, Model]:
 
 
 def find_model(models: Mapping[str, Model], name: object, caller: Caller, *, needed: bool) -> Model:
-    """Return the model that a request names, or without a name the caller's only model.
+    """Return the model that a request names or, without a name, the caller's only model.
 
-    `models` are `by_name`. Unless `needed`, any of the caller's models will do. Raises
+    `models` comes from `by_name`. Unless `needed`, any of the caller's models will do. Raises
     UnknownModelError and RequestError.
     """
     usable = [known for known in models if caller.may_use(known)]
@@ -216,10 +216,10 @@ async def list_models(
 ) -> AnswerStart:
     """Return the list of models, with the model cards that their replicas return.
 
-    `models` are those of `by_name` that the caller may use; `aliases` lead to them, or elsewhere.
-    If no replica answers within `wait_s`
-    and no card is known, the model gets only the fields that OpenAI's API requires. Only running
-    replicas are asked: a call to a sleeping model would start one.
+    `models` are those of `by_name` that the caller may use; `aliases` may name them or others. If
+    no replica answers within `wait_s` and no card is known, the model gets only the fields that
+    OpenAI's API requires. Only running replicas are asked: a call to a sleeping model would start
+    one.
     """
     served = list(dict.fromkeys(models.values()))
     cards = await asyncio.gather(*(_cards(model, request, wait_s) for model in served))
@@ -248,7 +248,7 @@ def card_of(name: str, listed: AnswerStart) -> AnswerStart:
 async def describe(
     models: Sequence[Model], request: RelayedRequest, wait_s: float
 ) -> AnswerStart | None:
-    """Return what the models' replicas answer to a request about the server; None if none does.
+    """Return the replicas' response to a request about the server; None if none responds.
 
     OpenAPI descriptions are merged: each replica describes the routes that its model serves.
     """
@@ -271,7 +271,7 @@ async def describe(
 
 
 def _merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return an OpenAPI description whose operations say most of what their body holds."""
+    """Merge OpenAPI descriptions, preferring operations that describe their request body."""
     whole, *others = documents
     for other in others:
         for path, operations in other["paths"].items():

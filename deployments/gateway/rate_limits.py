@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 WINDOW_S = 60
-# A shared store that does not answer must not delay requests for longer.
+# Timeout of the shared store: a silent store must not delay requests for longer.
 _ANSWER_S = 0.5
-# After a failure the store is not asked for this long: requests of one key ask one after the other.
+# After a failure the store is not asked for this long: requests of one key would wait in turn.
 _SILENCE_S = 5.0
 
 
@@ -43,16 +43,16 @@ class WindowStorage(Protocol):
     async def acquire_sliding_window_entry(
         self, key: str, limit: int, expiry: int, amount: int = 1
     ) -> bool:
-        """Count units if the limit has room for them; returns whether it had."""
+        """Count units if the limit has room for them; return whether it had."""
         ...
 
     async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
-        """Return units and seconds left of the previous window, then of the current one."""
+        """Return (units, seconds left) of the previous window, then of the current one."""
         ...
 
 
 class CounterStore:
-    """One-minute sliding windows; all keys of a gateway share the knowledge of a failure."""
+    """One-minute sliding windows; a failure of the store is remembered for all keys."""
 
     def __init__(
         self,
@@ -61,18 +61,18 @@ class CounterStore:
         *,
         answer_s: float = _ANSWER_S,
     ) -> None:
-        """`storage` is a WindowStorage, which limits' own types do not say."""
+        """`storage` is a WindowStorage, although its type in `limits` does not say so."""
         self._storage = cast("WindowStorage", storage)
         self._clock = clock
         self._answer_s = answer_s
         self._silent_until_s = clock()
 
     async def read(self, place: str) -> tuple[int, float, int, float]:
-        """Return units and seconds left of the previous window, then of the current one."""
+        """Return (units, seconds left) of the previous window, then of the current one."""
         return await self._answer(lambda: self._storage.get_sliding_window(place, WINDOW_S))
 
     async def take(self, place: str, limit: int, num: int) -> bool:
-        """Count units if the limit has room for them; returns whether it had."""
+        """Count units if the limit has room for them; return whether it had."""
         return await self._answer(
             lambda: self._storage.acquire_sliding_window_entry(place, limit, WINDOW_S, num)
         )
@@ -93,8 +93,8 @@ class CounterStore:
 class WindowState:
     """State of a sliding window, which is the weighted sum of two fixed windows.
 
-    `previous` counts in proportion to `previous_s`, the seconds left of that window. After `roll_s`
-    the current window becomes the previous one.
+    `previous` counts in proportion to `previous_s`, the seconds left of that window. In `roll_s`
+    seconds the current window becomes the previous one.
     """
 
     limit: int
@@ -111,13 +111,13 @@ class WindowState:
 
     @property
     def reset_s(self) -> float:
-        """Seconds until the window is empty, if nothing is used."""
+        """Seconds until the window is empty, if nothing more is used."""
         if self.current:
             return self.roll_s + WINDOW_S
         return self.previous_s if self.previous else 0.0
 
     def wait_s(self, wanted: int) -> float:
-        """Return the seconds until units (at most the limit) may be used, if none are before."""
+        """Return the seconds until units (at most the limit) fit, if no others are used before."""
         # The library rounds the weighted sum down, so it only has to fall below this bound.
         bound = self.limit - wanted + 1
         if self.current < bound:
@@ -131,14 +131,14 @@ class Window:
     """One rate limit of one key.
 
     Units that are used without asking, such as generated tokens, become a debt. The debt is paid
-    from the window as soon as it has room, before anything else is taken. So the rate is exact in
-    the long run, however long the answers are. A negative debt is a refund, never more than the
-    window still counts.
+    from the window as soon as it has room, before anything else is taken. The rate is therefore
+    exact in the long run, however long the answers are. A negative debt is a refund; it never
+    exceeds what the window still counts.
     """
 
     def __init__(self, store: CounterStore, *, key: str, kind: str, limit: int) -> None:
         self._store = store
-        # Unlike the library's own keys, without the limit: usage still counts after a change of it.
+        # Without the limit, unlike the library's own keys: usage still counts after it changes.
         self._place = f"apar/{key}/{kind}"
         self._key = key
         self.kind = kind
@@ -173,7 +173,7 @@ class Window:
         )
 
     async def settle(self) -> None:
-        """Pay what is owed and has room, so that other gateways see it before the next request."""
+        """Pay the debt as far as there is room, so that other gateways see it at once."""
         if self._debt > 0:
             async with self._lock:
                 await self._pay()
@@ -199,7 +199,7 @@ class Window:
         ]
 
     async def _pay(self) -> bool:
-        """Pay off what the window has room for; returns whether the debt is gone."""
+        """Pay as much of the debt as the window has room for; return whether it is paid off."""
         if self._debt > 0:
             payable = min(self._debt, (await self.state()).remaining)
             if payable and await self._hit(payable):
@@ -215,7 +215,7 @@ class Window:
 
 
 Admission = Sequence[tuple[Window, int]]
-"""The units that a request was counted as, per window."""
+"""The units charged for a request, per window."""
 
 
 class KeyRates:
@@ -239,7 +239,7 @@ class KeyRates:
     async def admit_tokens(self, num: int) -> Admission:
         """Count the tokens of a prompt. Raises RateLimitError.
 
-        Raises PromptTooLongError for more than the limit: they would be a debt of many minutes.
+        Raises PromptTooLongError for more than the limit, which would be a debt of many minutes.
         """
         window = self._windows.get("tokens")
         if window is not None and num > window.limit:
@@ -270,7 +270,7 @@ class KeyRates:
             window.owe(num)
 
     async def settle(self) -> None:
-        """Count the generated tokens of the last answers where other gateways see them."""
+        """Charge outstanding tokens to the store, where other gateways see them."""
         with suppress(*STORE_FAILURES):
             for window in self._windows.values():
                 await window.settle()

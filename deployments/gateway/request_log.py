@@ -20,16 +20,16 @@ _PROMPTS = ("messages", "prompt", "input")
 class RequestRecord:
     """The facts of one request; None for what never happened.
 
-    `adapter` is the LoRA adapter of `model` that the request names. `fallback_of` is the model
-    or adapter that could not take the request, so that `model` answers. `queue_s` is the wait in
-    the model's queue. `sent_s` (first sent to a replica), `first_byte_s`
-    and `total_s` count from the request's arrival. `longest_gap_s` is the longest time between two
-    chunks of a stream. `replica_s` and, within it, `engine_s` are the
-    seconds at the last replica and in its engine. `generated_tokens` counts the tokens of all
-    threads; if the final cost is unknown, those reported so far. `prompt_tokens` is the gateway's
-    estimate if the request ended before a replica reported them. `retries` counts lost replicas.
-    `replica` finished the answer. `cancelled` is set if the client left or the server shut down
-    before the end. `trace_id` is the id of the request's OpenTelemetry trace.
+    `adapter` is the LoRA adapter of `model` that the request names. `fallback_of` is the model or
+    adapter that could not take the request, so that `model` answered instead. `queue_s` is the
+    wait in the model's queue. `sent_s` (first sent to a replica), `first_byte_s` and `total_s`
+    count from the request's arrival. `longest_gap_s` is the longest time between two chunks of a
+    stream. `replica_s` and, within it, `engine_s` are the seconds at the last replica and in its
+    engine. `generated_tokens` counts the tokens of all threads; if the final cost is unknown,
+    those reported so far. `prompt_tokens` is the gateway's estimate if the request ended before a
+    replica reported them. `retries` counts lost replicas. `replica` is the one that finished the
+    answer. `cancelled` is set if the client left or the server shut down before the end.
+    `trace_id` is the id of the request's OpenTelemetry trace.
     """
 
     request_id: str
@@ -60,7 +60,7 @@ class RequestRecord:
     trace_id: str | None = None
 
     def take_end(self, end: AnswerEnd) -> None:
-        """Note the cost of the answer."""
+        """Record the cost of the answer."""
         self.prompt_tokens = end.prompt_tokens
         self.generated_tokens = end.generated_tokens
         self.threads = end.threads
@@ -98,7 +98,7 @@ def _texts(answer: bytes) -> list[str]:
         try:
             chunk = json.loads(data)
         except ValueError:
-            continue  # The last event of a stream that was cut.
+            continue  # The last event of a stream that was cut off.
         for choice in chunk.get("choices") or ():
             part = choice.get("delta") or choice.get("message") or choice
             index = choice.get("index", 0)

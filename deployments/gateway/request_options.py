@@ -1,7 +1,7 @@
-"""Options of a request besides its answer: deadlines, priority, hints for the router.
+"""Scheduling options of a request: deadlines, priority, hints for the router.
 
-Each option is a field of `apar` in the body, or a header; the field counts if both are given. The
-expected length may also come as Dynamo's `nvext.agent_hints.osl`.
+Each option is a field of `apar` in the body, or a header; the field takes precedence. The expected
+length may also come as Dynamo's `nvext.agent_hints.osl`.
 """
 
 import re
@@ -55,7 +55,7 @@ def read_options(fields: Mapping[str, Any], headers: Headers) -> RequestOptions:
     hints: Any = nvext.get("agent_hints") if isinstance(nvext, dict) else None
     if isinstance(hints, dict) and hints.get("osl") is not None:
         given["expected_tokens"] = ("nvext.agent_hints.osl", hints["osl"])
-    # Of another type, the replica refuses it.
+    # If it is not an object, the replica refuses it.
     apar: Any = fields.get("apar")
     for name in _CHECKS if isinstance(apar, dict) else ():
         if apar.get(name) is not None:
@@ -70,7 +70,7 @@ def read_options(fields: Mapping[str, Any], headers: Headers) -> RequestOptions:
 def priority_of(key: KeyConfig, fields: Mapping[str, Any]) -> int:
     """Return the priority of a request: the key's, or what the request asks for.
 
-    Raises RequestError for one that the key does not allow.
+    Raises RequestError for a priority that the key does not allow.
     """
     given = fields.get("priority")
     if given is None:

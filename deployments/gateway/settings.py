@@ -149,7 +149,7 @@ class InPlaceSettings(BaseModel):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         changed = gateway.model_copy(update=given)
         if _requires_keys(gateway) and not _requires_keys(changed):
-            raise ConfigError("keys: without any key, everyone could call")
+            raise ConfigError("keys: without any key, everyone could call the API")
         return changed
 
 

@@ -1,12 +1,13 @@
-"""Places at the replicas that several gateways share, as leases whose sum never exceeds the limit.
+"""Slots ("places") shared by several gateways, as leases whose sum never exceeds the limit.
 
-Each gateway has its own queue. A place of a model or of a key's `max_threads` must still be used by
-one request only. So a gateway starts a request only on a place that it has leased from the
-`PlaceLedger`. Gateways ask the ledger several times a second, and at once if a request waits.
+A place is a slot for one sequence: at a model's replicas, or under a key's `max_threads`. Each
+gateway has its own queue, but no slot may be used twice. So a gateway starts a request only on
+slots that it has leased from the `PlaceLedger`. Gateways ask the ledger several times a second, and
+at once if a request waits.
 
-A lease grows only by places that no other gateway holds. When a lease shrinks, its places are free
+A lease grows only by slots that no other gateway holds. When a lease shrinks, its slots are free
 for others once the gateway has confirmed the lower number. So a lost, late or repeated message
-leaves places unused, but never exceeds the limit. Leases follow the demand by max-min fairness.
+leaves slots unused, but never exceeds the limit. Leases follow the demand by max-min fairness.
 """
 
 import asyncio
@@ -22,9 +23,9 @@ logger = logging.getLogger(__name__)
 Clock = Callable[[], float]
 
 EXPIRY_S = 3.0
-"""A gateway that the ledger has not heard of for this long is dead, and its leases are free."""
+"""A gateway that the ledger has not heard from for this long is dead; its leases are freed."""
 TRUST_S = 1.0
-"""A gateway that has had no answer for this long falls back to an equal share of each limit.
+"""A gateway without a reply for this long falls back to an equal share of each limit.
 
 Less than `EXPIRY_S`, so that it gives its leases up before the ledger does.
 """
@@ -32,7 +33,7 @@ Less than `EXPIRY_S`, so that it gives its leases up before the ledger does.
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A gateway's requests on the places of one name, of which `limit` exist in all gateways."""
+    """A gateway's sequences that need slots of one name; all gateways share `limit` of them."""
 
     limit: int
     running: int
@@ -41,7 +42,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A gateway's message to the ledger: its need, and the lease that it obeys at this moment."""
+    """A gateway's message to the ledger: its need, and the lease that it currently obeys."""
 
     limit: int
     running: int
@@ -53,19 +54,19 @@ class Demand:
 class _Lease:
     demand: Demand
     granted: int = 0
-    # When `granted` last rose from 0; the gateway that has waited longest gets a scarce place.
+    # When `granted` last rose from 0; the gateway that has waited longest gets a scarce slot.
     begun_s: float = float("-inf")
 
     @property
     def held(self) -> int:
-        """Places that the gateway may be using, whichever messages have been lost."""
+        """Slots that the gateway may be using, whichever messages have been lost."""
         return max(self.granted, self.demand.in_force, self.demand.running)
 
 
 def fair_shares(limit: int, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Divide places by max-min fairness; where one place is left, the first names get it.
+    """Divide slots by max-min fairness; the first names get the remainder, one slot each.
 
-    Returns at most what each wants. The sum is the limit or all that is wanted.
+    No share exceeds what is wanted. The sum is the limit, or all that is wanted if that is less.
     """
     shares = dict.fromkeys(wanted, 0)
     left = limit
@@ -85,7 +86,7 @@ def fair_shares(limit: int, wanted: Mapping[str, int]) -> dict[str, int]:
 
 
 class PlaceLedger:
-    """Leases of all places; one for all gateways of an application."""
+    """Leases of all slots; one ledger for all gateways of an application."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -95,16 +96,16 @@ class PlaceLedger:
 
     @property
     def num_gateways(self) -> int:
-        """Gateways that were heard of within `EXPIRY_S`."""
+        """Number of gateways heard from within `EXPIRY_S`."""
         return len(self._heard_s)
 
     def exchange(
         self, gateway: str, demands: Mapping[str, Demand], *, num_expected: int = 1
     ) -> dict[str, int]:
-        """Return a gateway's new lease of each place that it names; it holds no others.
+        """Renew a gateway's leases: return one for each name in `demands`, and end all others.
 
-        `num_expected` gateways are configured. Those that a new ledger has not heard of yet may
-        still hold the leases of its predecessor.
+        `num_expected` gateways are configured. Those that a new ledger has not heard from yet may
+        still hold leases of its predecessor.
         """
         now_s = self._clock()
         self._heard_s[gateway] = now_s
@@ -136,8 +137,8 @@ class PlaceLedger:
         in_turn = sorted(leases.items(), key=lambda item: item[1].begun_s)
         wanted = {name: each.demand.running + each.demand.waiting for name, each in in_turn}
         shares = fair_shares(demand.limit, wanted)
-        # Idle places are spread, so that a request need not wait for a message. One part stays
-        # here, for the gateway whose requests grow first.
+        # Idle slots are spread, so that a request need not wait for a message. One part stays
+        # here, for the gateway whose demand grows first.
         idle = demand.limit - sum(shares.values())
         target = shares[gateway] + idle // (num_gateways + 1)
         others = sum(lease.held for name, lease in leases.items() if name != gateway)
@@ -160,19 +161,19 @@ class PlaceLedger:
 
 
 class Ledger(Protocol):
-    """The shared ledger, as a gateway reaches it."""
+    """A gateway's access to the shared ledger."""
 
     async def exchange(self, demands: Mapping[str, Demand], num_expected: int) -> dict[str, int]:
-        """As `PlaceLedger.exchange`. Raises LedgerSilentError."""
+        """See `PlaceLedger.exchange`. Raises LedgerSilentError."""
         ...
 
     @property
     def num_gateways(self) -> int:
-        """Gateways that run, itself included, as of the last answer; 0 before the first."""
+        """Number of running gateways, this one included, in the last reply; 0 before the first."""
         ...
 
 
-# Time between two renewals: usually, while requests wait, and at least.
+# Time between two renewals: normally, while requests wait, and the minimum.
 _PERIOD_S = 0.2
 _WAITING_PERIOD_S = 0.05
 _LEAST_PERIOD_S = 0.01
@@ -185,8 +186,8 @@ class LedgerSilentError(Exception):
 class SharedPlaces:
     """The leases of one gateway.
 
-    After `TRUST_S` without an answer from the ledger, every limit is divided by the number of
-    gateways. A gateway always has at least one place.
+    After `TRUST_S` without a reply from the ledger, every limit is divided by the number of
+    gateways. A gateway always has at least one slot.
     """
 
     def __init__(self, ledger: Ledger, num_configured: int, clock: Clock = time.monotonic) -> None:
@@ -209,7 +210,7 @@ class SharedPlaces:
         return self._clock() - self._heard_s > TRUST_S
 
     def of(self, place: str, limit: int) -> int:
-        """Return the places that this gateway may use."""
+        """Return the number of slots that this gateway may use."""
         if self.is_alone:
             return max(1, limit // self.num_gateways)
         # The limit may have fallen since the lease.
@@ -220,7 +221,7 @@ class SharedPlaces:
         self._hurry.set()
 
     async def until_due(self, needs: Mapping[str, Need]) -> None:
-        """Wait until the leases should be renewed; `needs` are the present ones."""
+        """Wait until the leases should be renewed; `needs` are the current ones."""
         await asyncio.sleep(_LEAST_PERIOD_S)
         waits = any(need.waiting for need in needs.values())
         with suppress(TimeoutError):
@@ -229,11 +230,11 @@ class SharedPlaces:
         self._hurry.clear()
 
     async def exchange(self, needs: Mapping[str, Need]) -> None:
-        """Renew all leases; those of places without a need are given up.
+        """Renew all leases, and give up those without a need.
 
-        One call at a time. A failure changes nothing for `TRUST_S`.
+        Only one call may run at a time. A failure changes nothing for `TRUST_S`.
         """
-        # Given up before the message says so.
+        # Leases are given up before the message says so.
         self._in_force = {name: self._in_force.get(name, 0) for name in needs}
         demands = {
             name: Demand(need.limit, need.running, need.waiting, self.of(name, need.limit))
@@ -242,7 +243,7 @@ class SharedPlaces:
         asked_s = self._clock()
         try:
             self._in_force = await self._ledger.exchange(demands, self.num_configured)
-            # Not when the answer came: the ledger counts the time to `EXPIRY_S` from the question.
+            # Not the time of the reply: the ledger counts `EXPIRY_S` from the request.
             self._heard_s = asked_s
         except LedgerSilentError as error:
             self._note(str(error))

@@ -1,6 +1,6 @@
 """The web page of a running server: the static files of `page/`, served without an API key.
 
-The files contain nothing of the server's. The page calls the API like any other client, with the
+The files contain no data of the server. The page calls the API like any other client, with the
 key that its user enters.
 """
 
@@ -14,8 +14,8 @@ from starlette.types import Scope, Send
 
 FOLDER = Path(__file__).parent / "page"
 INDEX = "index.html"
-# Without inline scripts and styles, and without a way from text to HTML: `innerHTML` and its like
-# throw, because no Trusted Types policy may be made.
+# No inline scripts and styles, and no way from text to HTML: `innerHTML` and the like throw,
+# because no Trusted Types policy may be created.
 _CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",

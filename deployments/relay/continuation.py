@@ -1,4 +1,4 @@
-"""One stream for the client, although several replicas contribute to it.
+"""One stream for the client, to which several replicas contribute.
 
 A replica that continues a stream sends it from the start: first what is known, then what is new.
 The text that the client already has is skipped by counting characters, which works because the
@@ -202,7 +202,7 @@ class ClientStream:
         return _DATA + text.encode() + _EVENT_END
 
     def _cut(self, choice: dict[str, Any]) -> bool:
-        """Remove what the client has from a choice; returns whether anything is left."""
+        """Remove what the client has from a choice; return whether anything is left."""
         is_new = False
         delta = choice.get("delta")
         if delta and "role" in delta:
@@ -219,7 +219,7 @@ class ClientStream:
         return is_new
 
     def _cut_updates(self, chunk: dict[str, Any]) -> bool:
-        """Remove what the client has from the updates of threads; returns whether any are left."""
+        """Remove what the client has from the updates of threads; return whether any are left."""
         apar = chunk.get("apar") or {}
         if "updates" not in apar:
             return False
@@ -230,7 +230,7 @@ class ClientStream:
         return bool(apar["updates"])
 
     def _cut_update(self, update: dict[str, Any]) -> bool:
-        """Remove what the client has from an update; returns whether anything is left."""
+        """Remove what the client has from an update; return whether anything is left."""
         key = _thread_key(update)
         update["text"] = self._cut_text(key, update["text"])
         before = self._seen_tokens.get(key, 0)
@@ -238,7 +238,7 @@ class ClientStream:
         thread = self._sent.threads.get(key)
         if thread is None:
             return True
-        # As in every update of a thread but its first.
+        # Only a thread's first update has these.
         update.pop("parent", None)
         update.pop("position", None)
         update["tokens"] = max(0, after - max(before, thread.num_tokens))
@@ -374,7 +374,7 @@ class NamedStream(ClientStream):
             )
 
     def _rename(self, chunk: dict[str, Any]) -> None:
-        """Replace the ids and numbers of a replica's event by the client's."""
+        """Replace the ids and numbers in a replica's event by those that the client knows."""
         if self._form is not AnswerForm.RESPONSES:
             return
         chunk["sequence_number"] = self._num_events
@@ -409,7 +409,7 @@ def _item_of(chunk: dict[str, Any]) -> int:
 
 
 def _place_of(chunk: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what only one event of a stream has."""
+    """Return what identifies an event that occurs only once in a stream."""
     delta = chunk.get("delta")
     kind = delta.get("type") if isinstance(delta, dict) else None
     return chunk.get("type"), _item_of(chunk), chunk.get("content_index"), kind

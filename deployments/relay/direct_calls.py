@@ -1,4 +1,4 @@
-"""The gateway's own connections to replicas, with Ray Serve's handle where there is none."""
+"""The gateway's own connections to replicas, with Ray Serve's handle as the fallback."""
 
 import asyncio
 import logging
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _MAX_IDLE = 64
 _READ_BUFFER = 1 << 20
-# Time without a new attempt after an address has failed; doubled with each further failure.
+# Pause after a failed connection to an address; doubled with each further failure.
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 300.0
 
 
 class Connection(NamedTuple):
-    """A connection, and the longest call that its replica takes."""
+    """A connection, and the longest call that its replica accepts (bytes)."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -57,12 +57,12 @@ class DirectCalls:
     """`ModelReplicas` over connections of our own.
 
     The handle takes a request if all replicas are full or none is known, because it waits for room.
-    It also takes one whose replica has no address or cannot be reached. `max_body_bytes` returns
-    the present limit on the bodies of requests.
+    It also takes requests whose replica has no address or cannot be reached. `max_body_bytes`
+    returns the current limit on the bodies of requests.
 
-    An address where no connection can be opened is tried again after a pause. It says nothing about
-    the replica: a firewall or a stall looks like the end of its process. Only Ray Serve, which the
-    handle asks meanwhile, declares replicas dead.
+    An address where no connection can be opened is tried again after a pause. The failure says
+    nothing about the replica: a firewall or a stall looks like the end of its process. Only Ray
+    Serve, which the handle asks meanwhile, declares replicas dead.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DirectCalls:
 
     @property
     def num_running(self) -> int:
-        """Running replicas, as the Serve controller last reported; it may have died since."""
+        """Running replicas, as last reported by the Serve controller; some may have died since."""
         return self._handle.num_running
 
     @property
@@ -140,7 +140,7 @@ class DirectCalls:
             connection.writer.close()
 
     async def _begin(self, call: Call) -> "_RunningCall | None":
-        """Send a call to the replica that the router chooses; None if the handle must do that."""
+        """Send a call to the replica that the router chooses; None if the handle must do it."""
         router = ROUTERS.known(self.deployment)
         request_id = call.request.terms.request_id
         if router is None or request_id is None:
@@ -179,7 +179,7 @@ class DirectCalls:
             if connection is None:
                 return None
             if len(data) > connection.max_call_bytes:
-                # The limit has changed since the connection was opened, or the request was read.
+                # The limit has changed since the connection was opened or the request was read.
                 connection.writer.close()
                 if is_new:
                     return None
@@ -232,9 +232,9 @@ class DirectCalls:
         return Connection(reader, writer, max_call_bytes(self._max_body_bytes()))
 
     def _failed(self, address: Address, before: _Failure | None, error: Exception) -> None:
-        """Open no connection to an address for a while."""
+        """Pause connection attempts to an address."""
         if self._failures.get(address) is not before:
-            return  # Attempts at the same time count once.
+            return  # Simultaneous attempts count once.
         pause_s = _FIRST_PAUSE_S if before is None else min(2 * before.pause_s, _MAX_PAUSE_S)
         self._failures[address] = _Failure(pause_s, self._clock() + pause_s)
         logger.warning(

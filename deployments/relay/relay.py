@@ -1,4 +1,4 @@
-"""Relays a replica's answer to the client: whole or piece by piece, and always to an end.
+"""Relay of a replica's answer to the client: whole or piece by piece, and always to an end.
 
 If a replica is lost before the client has received anything, the request is sent to another one
 from the start. A stream that has begun continues on another replica. If neither is possible, the
@@ -60,7 +60,7 @@ its prompts that the engine has so far.
 class ReplicaCalls(Protocol):
     """Calls to the replicas of one model.
 
-    Both raise ReplicaLostError if no replica answers or the one that did is gone.
+    `stream` and `whole` raise ReplicaLostError if no replica answers, or the one that did is gone.
     """
 
     @property
@@ -80,16 +80,16 @@ class ReplicaCalls(Protocol):
 
 
 class ModelReplicas(ReplicaCalls, Protocol):
-    """The replicas of one model, and how they are."""
+    """The replicas of one model, and their state."""
 
     @property
     def num_unreachable(self) -> int:
         """Replicas to which this process has no connections of its own, because they failed."""
 
     async def answering(self, wait_s: float) -> int:
-        """Ask all running replicas for a sign of life from their engine; returns how many gave one.
+        """Ask the engines of all running replicas for a sign of life; return how many gave one.
 
-        Unlike a request, it waits for no place at a replica.
+        Unlike a request, this does not wait for a slot at a replica.
         """
 
     async def starting(self) -> Sequence[StartReport]:
@@ -138,7 +138,7 @@ class Attempts:
         self._dead: set[str | int] = set()
 
     async def another(self, error: ReplicaLostError) -> None:
-        """Pause before the next attempt. Raises the error if there must not be one."""
+        """Pause before the next attempt. Raises the error if there must be no further one."""
         self._num_lost += 1
         if error.engine_died:
             self._dead.add(error.replica or self._num_lost)
@@ -158,7 +158,7 @@ async def relay_answer(
     wait_s: float | None = None,
     hold: Callable[[int], None] | None = None,
 ) -> None:
-    """Call a replica and send its answer to the client, or the reason why there is none.
+    """Call a replica and send its answer to the client, or an error if there is none.
 
     A replica must accept the request within `wait_s`, by default `retries.replica_wait_s`. `hold`
     is called with the bytes of a whole answer, which is kept until the client has read it; it may
@@ -214,7 +214,7 @@ async def whole_answer(replicas: ReplicaCalls, request: RelayedRequest) -> Answe
 def _time_left_s(deadlines: Deadlines | None) -> float | None:
     """Return the seconds in which the answer must be complete; None without a deadline.
 
-    The replica ends an answer in time itself. This is for one that does not, or is unreachable.
+    A replica ends its answer in time. This is for one that does not, or is unreachable.
     """
     if deadlines is None or deadlines.answer_at_s is None:
         return None
@@ -239,7 +239,7 @@ def _logged_answer(error: Exception, request: RelayedRequest) -> ErrorAnswer:
     if isinstance(error, ReplicaLostError):
         logger.warning("replica lost under a request", extra=facts | {"reason": str(error)})
         return answer_for(error)
-    # Of any class: Ray raises a replica's exception as a subclass whose text is the traceback.
+    # Of any class: Ray raises a replica's exception as a subclass whose message is the traceback.
     logger.error("request failed", extra=facts, exc_info=error)
     return INTERNAL_ERROR
 
@@ -338,7 +338,7 @@ class _StreamRelay:
             elif isinstance(part, AnswerEnd):
                 self.end = part
             else:
-                raise TypeError(f"a {type(part).__name__} is no part of an answer")
+                raise TypeError(f"a {type(part).__name__} is not part of an answer")
         self._last += self._stream.flush()
         if not self._stream.may_end:
             # vLLM ends a stream of named events like this if one of its coroutines raises.
@@ -380,7 +380,7 @@ async def send_whole(send: Send, answer: AnswerStart, form: AnswerForm = AnswerF
 
 
 async def send_as_is(send: Send, answer: AnswerStart) -> None:
-    """Send an answer in one piece, with its length; also an error whose body has further keys."""
+    """Send a response in one piece, with its length; also errors with further keys in the body."""
     length = (b"content-length", str(len(answer.body)).encode())
     await _send(send, answer.status, [*answer.headers, length], answer.body)
 

@@ -37,13 +37,13 @@ class HandleCalls:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._board = StartBoard(handle.deployment_name)
         self._stream = _for_method(handle, "stream")
-        # `whole` is a generator, too, because over gRPC a unary call tells Ray Serve only with its
-        # answer that the replica has accepted the request. It yields token counts meanwhile.
+        # `whole` is a generator, too: over gRPC, Ray Serve learns only from a unary call's response
+        # that the replica has accepted the request. It yields token counts meanwhile.
         self._whole = _for_method(handle, "whole")
 
     @property
     def num_running(self) -> int:
-        """Running replicas, as the Serve controller last reported; it may have died since."""
+        """Running replicas, as last reported by the Serve controller; some may have died since."""
         router: Any = self._stream._router
         choice = None if router is None else router._asyncio_router.request_router
         return 0 if choice is None else len(choice.curr_replicas)
@@ -60,7 +60,7 @@ class HandleCalls:
         signs: list[asyncio.Task[Any]] = []
         try:
             async with asyncio.timeout(wait_s):
-                # The public `results_async` would lose all results with the slowest.
+                # The public `results_async` would lose all results if the slowest is late.
                 calls = await self._stream.broadcast("alive")._fetch_replica_results_async()
                 signs = [asyncio.ensure_future(call.get_async()) for call in calls]
                 await asyncio.wait(signs)
@@ -122,7 +122,7 @@ async def joined(
 
 
 def unbroken(part: Any, replica: str | None) -> Any:
-    """Return a part of an answer. Raises ReplicaBrokenError if it says that there are no more."""
+    """Return a part of an answer. Raises ReplicaBrokenError if the answer broke off."""
     if isinstance(part, AnswerBroken):
         raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)
     return part

@@ -30,7 +30,7 @@ from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
 
 _MAX_RELEASED = 8192
-# Longer than a request takes to reach its replica plus a report to come back.
+# Longer than it takes a request to reach its replica, and a report to come back.
 _LOST_AFTER_S = 30.0
 # Cost of a prompt token in a step, relative to a decoding thread, which also reads its context.
 # Rooflines and CPU measurements give a fifth to a quarter. A prefix computed twice also takes
@@ -186,7 +186,7 @@ class Router(ABC):
 
     @property
     def num_sent(self) -> int:
-        """Requests at replicas now."""
+        """Number of requests at replicas now."""
         return len(self._sent)
 
 
@@ -280,7 +280,7 @@ class ThreadRouter(Router):
     def _durations(
         self, forecast: Forecast, prompt_tokens: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Seconds until the request's first token and the end of its answer, in each slot."""
+        """Return the seconds until the first token and the end of the answer, in each slot."""
         table, step = self.table, self.table.step_time
         own = table.weighted(min(1.0, forecast.threads), forecast.threads)
         step_s = step.base_s + step.per_thread_s * (
@@ -313,7 +313,7 @@ class ThreadRouter(Router):
         self._prefixes.resize(len(self.table.rows))
 
     def _cost(self, forecast: Forecast, prompt_tokens: int) -> NDArray[np.float64]:
-        """Seconds that a request costs in each slot, for itself and the requests there."""
+        """Return the seconds that a request costs in each slot, for itself and those there."""
         table, step = self.table, self.table.step_time
         threads = table.threads + forecast.threads
         own = table.weighted(min(1.0, forecast.threads), forecast.threads)
@@ -332,7 +332,7 @@ class ThreadRouter(Router):
         return cost
 
     def _saved(self, hint: RequestHint) -> NDArray[np.float64] | None:
-        """Seconds that each slot's prefix cache saves, for the request and those there."""
+        """Return the seconds that each slot's prefix cache saves the request and those there."""
         if not self.settings.affinity or not hint.prefix_hashes:
             return None
         table, step = self.table, self.table.step_time
@@ -379,7 +379,7 @@ class PrefixTable:
     def held_tokens(
         self, hint: RequestHint, sent_tokens: NDArray[np.float64], cache_tokens: NDArray[np.float64]
     ) -> NDArray[np.float64] | None:
-        """Tokens of the prompt that each replica probably holds; None if the prefix is unknown.
+        """Return the prompt tokens that each replica probably holds; None for an unknown prefix.
 
         Per slot, `sent_tokens` is the total ever sent there and `cache_tokens` the cache's size.
         """
@@ -418,7 +418,7 @@ class PrefixTable:
 
 
 def covered_tokens(hint: RequestHint) -> tuple[int, ...]:
-    """Tokens up to the end of each prefix; evenly spaced if the hint does not tell."""
+    """Return the tokens up to the end of each prefix; evenly spaced if the hint has none."""
     count = len(hint.prefix_hashes)
     if len(hint.prefix_tokens) == count:
         return hint.prefix_tokens

@@ -1,6 +1,6 @@
 """Adapter between Ray Serve's request router and the deployment's shared router.
 
-Ray Serve makes a `ThreadRequestRouter` for each handle and passes it every request with its
+Ray Serve creates a `ThreadRequestRouter` for each handle and passes it every request with its
 arguments. Ray Serve also tells it which replicas run and which requests have ended.
 """
 
@@ -25,16 +25,16 @@ from deployments.wire.request import RelayedRequest, RequestHint
 # Number of replicas whose queue length Ray Serve asks for while all are full.
 _ASKED_WHEN_FULL = 2
 # Ray's longest wait between two attempts to place a request. The gateway admits only as many
-# requests as there is room for, so a full replica is soon free; Ray's own 0.5 s would be felt.
+# requests as there is room for, so a full replica is soon free; Ray's own 0.5 s would be noticed.
 _MAX_BACKOFF_S = 0.1
 
 
-# Nothing is chosen by the load of an only replica; its report is one call into its engine.
+# With a single replica, no choice depends on its load; each report is a call into its engine.
 _LONE_REPORT_PERIOD_S = 2.0
 
 
 def router_config(settings: RoutingSettings, *, is_lone: bool = False) -> RequestRouterConfig:
-    """Ray Serve's routing configuration for the replicas of a model, or for its only one."""
+    """Return Ray Serve's routing configuration for a model's replicas, or for its only one."""
     least_s = _LONE_REPORT_PERIOD_S if is_lone else 0.0
     return RequestRouterConfig.model_validate(
         {
@@ -104,7 +104,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the replica for a request; while all are full, some to ask for their queue."""
+        """Return the replica for a request; while all are full, some to ask for queue lengths."""
         if pending_request is None:
             return [candidate_replicas]
         # Without this Ray Serve would retry in a busy loop and freeze its process.
@@ -133,7 +133,7 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
     def _fulfill_next_pending_request(
         self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
     ) -> None:
-        """Give the replica to the oldest request, although it was picked for a younger one."""
+        """Give the replica to the oldest request, even if it was picked for a younger one."""
         super()._fulfill_next_pending_request(replica, request_metadata)
         finder = request_metadata and self._waiting.get(request_metadata.internal_request_id)
         if finder and finder.picked and not finder.pending.future.done():
@@ -148,9 +148,9 @@ class ThreadRequestRouter(FIFOMixin, RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Count the request at the replica it really goes to, which need not be the picked one.
+        """Count the request at the replica it actually goes to, which may not be the picked one.
 
-        A request that a replica refused may get a place found for another request.
+        A request that a replica refused may get a replica found for another request.
         """
         internal_id = pending_request.metadata.internal_request_id
         try:

@@ -150,7 +150,7 @@ class SharedRouter:
             return set(self._addresses.values())
 
     def listen(self, listener: CapacityListener) -> None:
-        """Call with the number of running replicas, now and whenever it changes.
+        """Call `listener` with the number of running replicas, now and whenever it changes.
 
         The listener must not call this router.
         """
@@ -170,17 +170,17 @@ class SharedRouter:
 
     @property
     def num_sent(self) -> int:
-        """Requests at replicas now."""
+        """Number of requests at replicas now."""
         return self._router.num_sent
 
     def decisions(self) -> dict[Reason, int]:
-        """Number of decisions since the start, by reason."""
+        """Return the number of decisions since the start, by reason."""
         with self._lock:
             return dict(self._router.decisions)
 
 
 class Routers:
-    """Shared routers by deployment name, each made when Ray Serve first asks for it."""
+    """Shared routers by deployment name, each created when Ray Serve first asks for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -212,7 +212,7 @@ class Routers:
         """Report the end of a request, exactly once for each one that was sent.
 
         `end` is its cost, None if unknown. Without this call a request that was cancelled on its
-        way to the replica would count as running for ever.
+        way to the replica would count as running forever.
         """
         if router := self._routers.get(deployment):
             router.ended(request_id, end)
@@ -223,7 +223,7 @@ class Routers:
         return None if router is None else router.replica_of(request_id)
 
     def capacity(self, deployment: str) -> int:
-        """Running replicas of a deployment; 0 before the first one is known."""
+        """Return the running replicas of a deployment; 0 before the first one is known."""
         router = self._routers.get(deployment)
         return 0 if router is None else router.capacity
 
@@ -237,7 +237,7 @@ class Routers:
             router.listen(listener)
 
     def decisions(self) -> dict[str, dict[Reason, int]]:
-        """Number of decisions since the start, by deployment and reason."""
+        """Return the number of decisions since the start, by deployment and reason."""
         return {name: router.decisions() for name, router in list(self._routers.items())}
 
 

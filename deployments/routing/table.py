@@ -2,7 +2,7 @@
 
 `ReplicaTable` combines the replicas' reports with the requests sent since. `Forecaster` predicts
 the threads and tokens of a request from the last ones. `StepTime` fits engine step times to the
-number of threads. No clock and no Ray in here: time comes in as an argument.
+number of threads. Nothing here uses a clock or Ray: time comes in as an argument.
 """
 
 from collections import OrderedDict, deque
@@ -29,7 +29,7 @@ PRIOR_WEIGHT = 8.0
 # Number of threads at which a step takes twice as long as with one thread, until measured.
 _PRIOR_DOUBLING_THREADS = 64.0
 _PRIOR_STEP_S = 0.02
-# Parents whose requests are forecast by their siblings.
+# Maximum number of parents whose requests are forecast from their siblings.
 _MAX_FAMILIES = 1024
 _PRIOR_VARIANCE = 4.0
 _MEMORY = 0.998
@@ -84,7 +84,7 @@ class _Means:
 class Forecaster:
     """Predicts the cost of a request from finished ones, separately for those that may fork.
 
-    What the client says counts first: the expected length, then requests of the same parent.
+    The client's hints come first: the expected length, then requests of the same parent.
     Further features, such as the system prompt or the prompt's length, did not help in the
     simulation: the error of a single request matters little beside what a replica already runs.
     """
@@ -92,7 +92,7 @@ class Forecaster:
     def __init__(self) -> None:
         unforked = _Means(path_tokens=PRIOR_GENERATED_TOKENS)
         self._means = {True: _Means(), False: unforked}
-        # By parent and whether the request may fork; the last one used is last.
+        # By parent and whether the request may fork; the most recently used one is last.
         self._families: OrderedDict[tuple[int, bool], _Means] = OrderedDict()
 
     def forecast(self, hint: RequestHint) -> Forecast:
@@ -201,8 +201,8 @@ class SilenceDetector:
     """Detects replicas that have stopped reporting while others continue.
 
     A hung process looks idle, because its last report never changes. Report times are compared
-    with the latest report of any replica: if the Serve controller hangs, which carries all of
-    them, none is silent. The threshold follows the observed gaps: slow engines report less often.
+    with the latest report of any replica: if the Serve controller, which carries all reports,
+    hangs, none is silent. The threshold follows the observed gaps: slow engines report less often.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -266,7 +266,7 @@ class _Row:
     since_requests: int = 0
     since_threads: float = 0.0
     since_blocks: float = 0.0
-    # Total tokens ever sent there; tells the age of a cached prefix.
+    # Total tokens ever sent there; used for the age of a cached prefix.
     sent_tokens: float = 0.0
 
 
@@ -294,7 +294,7 @@ class ReplicaTable:
         self.thread_weight = 1.0
 
     def weighted(self, requests: T, threads: T) -> T:
-        """Return threads as multiples of a request's first thread, by what they cost in a step."""
+        """Return the step cost of threads, in units of the cost of a request's first thread."""
         if self.thread_weight == 1.0:
             return threads
         return requests + self.thread_weight * (threads - requests)
