@@ -17,11 +17,11 @@ from ray.exceptions import RayError
 
 from deployments.config.limits import IN_MEMORY, open_storage
 from deployments.gateway.gateway import Gateway
-from deployments.gateway.shared_places import (
+from deployments.gateway.shared_slots import (
     Demand,
     LedgerSilentError,
-    PlaceLedger,
-    SharedPlaces,
+    SharedSlots,
+    SlotLedger,
 )
 from deployments.serve_flags import NAMESPACE
 
@@ -38,7 +38,7 @@ class SharedState:
     """The actor: one ledger, the windows of all keys' rates, and the gateways' cache secret."""
 
     def __init__(self) -> None:
-        self._ledger = PlaceLedger()
+        self._ledger = SlotLedger()
         self._windows: Any = open_storage(IN_MEMORY)
         self._secret: bytes | None = None
 
@@ -142,7 +142,7 @@ def end_shared_state() -> None:
 class GroupMember:
     """One of several gateways: renews its leases, and charges its keys' tokens where all see them.
 
-    It is the `Ledger` of its own `SharedPlaces`.
+    It is the `Ledger` of its own `SharedSlots`.
     """
 
     def __init__(self, gateway: Gateway, gateway_id: str, num_configured: int) -> None:
@@ -150,14 +150,14 @@ class GroupMember:
         self._calls = ActorCalls()
         self._id = gateway_id
         self.num_gateways = 0
-        self.places = SharedPlaces(self, num_configured)
+        self.slots = SharedSlots(self, num_configured)
         self._answer_s = _FIRST_ANSWER_S
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self) -> None:
         """Share the state from now on; on return, the first leases are in force."""
         self._gateway.callers.share(ActorWindows(self._calls))
-        self._gateway.share(self.places)
+        self._gateway.share(self.slots)
         await self._renew()
         self._answer_s = _ANSWER_S
         self._tasks = [
@@ -174,7 +174,7 @@ class GroupMember:
         self._gateway.share(None)
 
     async def exchange(self, demands: Mapping[str, Demand], num_expected: int) -> dict[str, int]:
-        """See `PlaceLedger.exchange`. Raises LedgerSilentError."""
+        """See `SlotLedger.exchange`. Raises LedgerSilentError."""
         secret = self._gateway.callers.cache_secret
         leases: dict[str, int]
         try:
@@ -192,16 +192,16 @@ class GroupMember:
         return leases
 
     async def _renew(self) -> None:
-        await self.places.exchange(self._gateway.needs())
-        self._gateway.take_places()
+        await self.slots.exchange(self._gateway.needs())
+        self._gateway.take_slots()
 
     async def _renew_for_ever(self) -> None:
         while True:
-            await self.places.until_due(self._gateway.needs())
+            await self.slots.until_due(self._gateway.needs())
             try:
                 await self._renew()
             except Exception:  # A gateway without leases would serve nobody.
-                logger.exception("leases of places not renewed")
+                logger.exception("leases of slots not renewed")
 
     async def _settle_for_ever(self) -> None:
         while True:

@@ -184,7 +184,7 @@ class GatewayIngress:
             await self._group.leave()
             self._group = None
         elif self._group is not None:
-            self._group.places.num_configured = settings.num_gateways
+            self._group.slots.num_configured = settings.num_gateways
         elif settings.shares_state:
             unique_id = serve.get_replica_context().replica_id.unique_id
             self._group = GroupMember(self._gateway, unique_id, settings.num_gateways)

@@ -81,8 +81,8 @@ class Bill:
             self._tally.answered_by(record.adapter or record.model or UNKNOWN_MODEL)
 
     @property
-    def _place(self) -> Ticket:
-        assert self._ticket is not None, "only a placed request is answered"
+    def _slots(self) -> Ticket:
+        assert self._ticket is not None, "only an admitted request is answered"
         return self._ticket
 
     def progress(self, num_tokens: int, prompt_tokens: int) -> None:
@@ -91,10 +91,10 @@ class Bill:
         if prompt_tokens > (self._record.prompt_tokens or 0):
             self._record.prompt_tokens = prompt_tokens
             self._charge_prompt(prompt_tokens)
-            self._place.charge_prompt(prompt_tokens)
+            self._slots.charge_prompt(prompt_tokens)
         if not num_tokens:
             return
-        self._place.charge(num_tokens)
+        self._slots.charge(num_tokens)
         self._record.generated_tokens += num_tokens
         if self._tally is not None:
             self._tally.generated(num_tokens)
@@ -121,8 +121,8 @@ class Bill:
             return
         # After the loss of a replica, the second answer may be shorter than the first.
         unpaid = max(0, end.generated_tokens - record.generated_tokens)
-        self._place.charge(unpaid)
-        self._place.charge_prompt(end.prompt_tokens)
+        self._slots.charge(unpaid)
+        self._slots.charge_prompt(end.prompt_tokens)
         if self._tally is not None:
             self._tally.generated(unpaid)
         self._use_tokens(unpaid)

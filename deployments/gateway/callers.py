@@ -128,10 +128,10 @@ class Callers:
             self._storage_uri = storage_uri
             self._store = self._open_store()
             self._callers = {}
-        if (storage_uri, secret) != (self._storage_uri, self._given_secret):
+        if secret != self._given_secret:
             self._callers = {}
-            self._secret = secret or self._secret
-        self._storage_uri, self._given_secret = storage_uri, secret
+            # Without a configured secret, the last one keeps the prefix cache usable.
+            self._given_secret, self._secret = secret, secret or self._secret
 
     def share(self, storage: WindowStorage | None) -> None:
         """Count rates in this storage unless the configuration names one.

@@ -39,7 +39,7 @@ from deployments.gateway.health import (
 from deployments.gateway.models import Model, by_name, card_of, describe, find_model, list_models
 from deployments.gateway.request_options import priority_of, read_options
 from deployments.gateway.settings import GatewaySettings
-from deployments.gateway.shared_places import Need, SharedPlaces
+from deployments.gateway.shared_slots import Need, SharedSlots
 from deployments.gateway.web_page import PageFile, page_files
 from deployments.metrics.catalogue import SHARED_STATE_SILENT
 from deployments.relay.relay import (
@@ -99,7 +99,7 @@ class Gateway:
         )
         self._admin = Admin(self.callers)
         # Leases of slots, if this is one of several gateways.
-        self._places: SharedPlaces | None = None
+        self._slots: SharedSlots | None = None
         self._models = {
             model.name: Model(model, calls)
             for model, calls in zip(settings.models, replicas, strict=True)
@@ -122,7 +122,7 @@ class Gateway:
         for model, calls in zip(settings.models, replicas, strict=True):
             known = self._models.get(model.name)
             if known is None or known.settings.deployment != model.deployment:
-                models[model.name] = Model(model, calls, self._places)
+                models[model.name] = Model(model, calls, self._slots)
                 models[model.name].replicas_changed(ROUTERS.capacity(model.deployment))
             else:
                 known.reconfigure(model, calls)
@@ -149,27 +149,27 @@ class Gateway:
         """Return the state of each model's queue, by the name of its deployment."""
         return {model.settings.deployment: model.state for model in self._models.values()}
 
-    def share(self, places: SharedPlaces | None) -> None:
+    def share(self, slots: SharedSlots | None) -> None:
         """Use these leases of slots; None if this is the only gateway."""
-        self._places = places
+        self._slots = slots
         for model in self._models.values():
-            model.share(places)
+            model.share(slots)
 
     def needs(self) -> dict[str, Need]:
         """Return this gateway's needs for slots that all gateways share."""
         return {
-            place: need for model in self._models.values() for place, need in model.needs().items()
+            slot: need for model in self._models.values() for slot, need in model.needs().items()
         }
 
-    def take_places(self) -> None:
+    def take_slots(self) -> None:
         """Start the waiting requests for which the current leases have room."""
         for model in self._models.values():
-            model.take_places()
+            model.take_slots()
 
     def take_metrics(self) -> None:
         """Record the current state in the metrics, including whether the keys file is in force."""
         self.metrics.settings_refused("keys_file", refused=self.callers.keys_are_outdated)
-        is_alone = self._places is not None and self._places.is_alone
+        is_alone = self._slots is not None and self._slots.is_alone
         self.metrics.recorder.set(SHARED_STATE_SILENT, float(is_alone))
         self.metrics.take(self._models.values(), self.callers.metrics_classes)
 

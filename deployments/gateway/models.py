@@ -14,7 +14,7 @@ from deployments.gateway.accounts import ONE, QueuedKey, Size
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Due, FairQueue, QueueState, Ticket
 from deployments.gateway.settings import ServedModel
-from deployments.gateway.shared_places import Need, SharedPlaces
+from deployments.gateway.shared_slots import Need, SharedSlots
 from deployments.relay.relay import ModelReplicas, ReplicaCalls, whole_answer
 from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import JSON_TYPE, UnknownModelError
@@ -54,10 +54,10 @@ class Model:
         self,
         settings: ServedModel,
         replicas: ModelReplicas,
-        places: SharedPlaces | None = None,
+        slots: SharedSlots | None = None,
     ) -> None:
-        """`places` are the leases of this gateway if it is one of several."""
-        self._places = places
+        """`slots` are the leases of this gateway if it is one of several."""
+        self._slots = slots
         self.settings = settings
         self.replicas = replicas
         self.card = CachedResponse()
@@ -120,36 +120,36 @@ class Model:
             key.weight = caller.key.weight
             # Each sequence has at least one thread.
             key.cap = caller.key.max_threads
-            key.max_running = self._places_of(key)
-        if self._places is not None and not (key.has_room(size) and self._queue.has_room(size)):
+            key.max_running = self._slots_of(key)
+        if self._slots is not None and not (key.has_room(size) and self._queue.has_room(size)):
             # The renewal runs in another task, by which time this request waits in the queue.
-            self._places.hurry()
+            self._slots.hurry()
         return await self._queue.enter(account, due, max_wait_s, size)
 
-    def share(self, places: SharedPlaces | None) -> None:
+    def share(self, slots: SharedSlots | None) -> None:
         """Use these leases from now on; None if this is the only gateway."""
-        self._places = places
-        self.take_places()
+        self._slots = slots
+        self.take_slots()
 
     def needs(self) -> dict[str, Need]:
         """Return this gateway's needs for slots that all gateways share."""
         state, name = self._queue.state, self.settings.deployment
-        needs = {name: Need(self._all_places, state.num_sequences, state.num_startable)}
+        needs = {name: Need(self._all_slots, state.num_sequences, state.num_startable)}
         for key in self._queue.keys:
             if key.cap is not None and (key.num_running or key.num_waiting):
                 needs[f"{name}/{key.name}"] = Need(key.cap, key.num_running, key.waiting_sequences)
         return needs
 
-    def take_places(self) -> None:
+    def take_slots(self) -> None:
         """Apply the current leases, and start the requests that they have room for."""
         for key in self._queue.keys:
-            key.max_running = self._places_of(key)
+            key.max_running = self._slots_of(key)
         self._queue.resize(self._capacity)
 
-    def _places_of(self, key: QueuedKey) -> int | None:
-        if self._places is None or key.cap is None:
+    def _slots_of(self, key: QueuedKey) -> int | None:
+        if self._slots is None or key.cap is None:
             return key.cap
-        return self._places.of(f"{self.settings.deployment}/{key.name}", key.cap)
+        return self._slots.of(f"{self.settings.deployment}/{key.name}", key.cap)
 
     def max_threads_of(self, caller: Caller) -> int | None:
         """Return the caller's cap on threads per replica, spread evenly; None without a cap."""
@@ -167,15 +167,15 @@ class Model:
         return self.settings.replicas if self._num_running is None else self._num_running
 
     @property
-    def _all_places(self) -> int:
+    def _all_slots(self) -> int:
         """Maximum number of running sequences on all replicas, for all gateways together."""
         return self._replicas * self.settings.requests_per_replica
 
     @property
     def _capacity(self) -> int:
-        if self._places is None:
-            return self._all_places
-        return self._places.of(self.settings.deployment, self._all_places)
+        if self._slots is None:
+            return self._all_slots
+        return self._slots.of(self.settings.deployment, self._all_slots)
 
 
 def by_name(models: Iterable[Model]) -> dict[str, Model]:

@@ -342,7 +342,7 @@ SHARED_STATE_SILENT = _gauge(
     "gateways",
     {},
     "1 while the state that several gateways share does not answer, so that this gateway uses an "
-    "equal part of all places, else 0.",
+    "equal part of all slots, else 0.",
 )
 SETTINGS_REFUSED = _gauge(
     "apar_settings_refused",

@@ -72,14 +72,14 @@ async def test_a_key_has_one_rate_and_one_part_of_the_cache_at_all_gateways(
 async def test_without_the_actor_requests_pass_and_places_are_divided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deployments.gateway.shared_places.TRUST_S", -1.0)
+    monkeypatch.setattr("deployments.gateway.shared_slots.TRUST_S", -1.0)
     gateway, group = await member(monkeypatch, None, "first")
 
     limited = (await caller(gateway)).rates
     assert limited is not None
     for _ in range(5):
         await limited.admit_request()
-    assert group.places.of("model", 9) == 4
+    assert group.slots.of("model", 9) == 4
     await group.leave()
 
 
@@ -114,16 +114,16 @@ async def test_a_call_whose_actor_does_not_start_ends_in_time(
     assert num_starts == 1
 
 
-async def test_a_gateway_that_is_alone_again_has_all_places(
+async def test_a_gateway_that_is_alone_again_has_all_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gateway, group = await member(monkeypatch, SharedState(), "first")
     (model,) = gateway._models.values()
-    assert model._capacity < model._all_places
+    assert model._capacity < model._all_slots
 
     await group.leave()
 
-    assert model._capacity == model._all_places
+    assert model._capacity == model._all_slots
 
 
 def test_the_number_of_gateways_is_fixed_or_follows_the_nodes() -> None:

@@ -380,7 +380,7 @@ async def test_a_request_of_several_sequences_leaves_no_room_for_others() -> Non
     assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 3
 
 
-async def test_a_long_list_of_inputs_for_embeddings_takes_all_places() -> None:
+async def test_a_long_list_of_inputs_for_embeddings_takes_all_slots() -> None:
     replicas = answering()
     replicas.gate.clear()
     gateway = gateway_of(replicas, keys=(key("a"),))

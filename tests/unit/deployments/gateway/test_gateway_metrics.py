@@ -14,7 +14,7 @@ from deployments.config.keys import ANONYMOUS, KeyConfig, hash_of
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.gateway_metrics import GatewayMetrics, Outcome, outcome_of, watch_lag
 from deployments.gateway.request_log import RequestRecord
-from deployments.gateway.shared_places import SharedPlaces
+from deployments.gateway.shared_slots import SharedSlots
 from deployments.metrics import catalogue
 from deployments.metrics.catalogue import Metric
 from deployments.relay.relay import Progress
@@ -313,7 +313,7 @@ async def test_what_a_gateway_cannot_reach_is_exported() -> None:
     clock = Clock(0.0)
     # It is heard of once, when it is made.
     ledger: Any = None
-    exported.gateway.share(SharedPlaces(ledger, 2, clock))
+    exported.gateway.share(SharedSlots(ledger, 2, clock))
     values = []
     for unreachable, now_s in ((0, 0.0), (2, 60.0)):
         replicas.num_unreachable, clock.now_s = unreachable, now_s

@@ -1,4 +1,4 @@
-"""Leases of places: never more running than the limit, whatever happens to messages."""
+"""Leases of slots: never more running than the limit, whatever happens to messages."""
 
 import asyncio
 import random
@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.gateway.fair_queue import FairQueue, Ticket
-from deployments.gateway.shared_places import (
+from deployments.gateway.shared_slots import (
     EXPIRY_S,
     TRUST_S,
     Demand,
     LedgerSilentError,
     Need,
-    PlaceLedger,
-    SharedPlaces,
+    SharedSlots,
+    SlotLedger,
     fair_shares,
 )
 from tests.fakes.examples import num_examples
 
-PLACE = "model"
+SLOT = "model"
 limits = st.integers(0, 12)
 
 
@@ -37,7 +37,7 @@ class Clock:
 class Wire:
     """A gateway's connection to the ledger, which a test can break."""
 
-    def __init__(self, ledger: PlaceLedger, gateway: str) -> None:
+    def __init__(self, ledger: SlotLedger, gateway: str) -> None:
         self.ledger = ledger
         self.gateway = gateway
         self.num_gateways = 0
@@ -54,29 +54,29 @@ class Wire:
 
 
 class Gateway:
-    """The part of a gateway that starts requests on leased places."""
+    """The part of a gateway that starts requests on leased slots."""
 
-    def __init__(self, ledger: PlaceLedger, name: str, num_gateways: int, clock: Clock) -> None:
+    def __init__(self, ledger: SlotLedger, name: str, num_gateways: int, clock: Clock) -> None:
         self.wire = Wire(ledger, name)
-        self.places = SharedPlaces(self.wire, num_gateways, clock)
+        self.slots = SharedSlots(self.wire, num_gateways, clock)
         self.running = self.waiting = 0
 
     def start_all(self, limit: int) -> None:
-        while self.waiting and self.running < self.places.of(PLACE, limit):
+        while self.waiting and self.running < self.slots.of(SLOT, limit):
             self.waiting -= 1
             self.running += 1
 
     async def exchange(self, limit: int) -> None:
         needs = {}
         if self.running or self.waiting:
-            needs[PLACE] = Need(limit, self.running, self.waiting)
-        await self.places.exchange(needs)
+            needs[SLOT] = Need(limit, self.running, self.waiting)
+        await self.slots.exchange(needs)
         self.start_all(limit)
 
 
 def made(num: int, clock: Clock | None = None) -> tuple[Clock, list[Gateway]]:
     clock = clock or Clock()
-    ledger = PlaceLedger(clock)
+    ledger = SlotLedger(clock)
     clock.now_s += EXPIRY_S + 1  # Nothing is left of an earlier ledger.
     return clock, [Gateway(ledger, str(n), num, clock) for n in range(num)]
 
@@ -88,7 +88,7 @@ def test_shares_are_max_min_fair(limit: int, wanted: list[int]) -> None:
 
     assert sum(given_out) == min(limit, sum(wanted))
     assert all(0 <= share <= number for share, number in zip(given_out, wanted, strict=True))
-    # Whoever gets less than it wants gets at most one place less than anyone else.
+    # Whoever gets less than it wants gets at most one slot less than anyone else.
     unmet = [s for s, number in zip(given_out, wanted, strict=True) if s < number]
     assert not unmet or max(given_out) <= min(unmet) + 1
 
@@ -96,7 +96,7 @@ def test_shares_are_max_min_fair(limit: int, wanted: list[int]) -> None:
 class Hanging(Wire):
     """A ledger whose answers take as long as the test wants."""
 
-    def __init__(self, ledger: PlaceLedger) -> None:
+    def __init__(self, ledger: SlotLedger) -> None:
         super().__init__(ledger, "first")
         self.answers = asyncio.Event()
 
@@ -111,28 +111,28 @@ async def test_a_gateway_falls_back_while_a_question_hangs(
 ) -> None:
     caplog.set_level("INFO")
     clock = Clock()
-    wire = Hanging(PlaceLedger(clock))
+    wire = Hanging(SlotLedger(clock))
     clock.now_s = EXPIRY_S + 1
-    places = SharedPlaces(wire, 2, clock)
-    need = {PLACE: Need(8, 0, 8)}
+    slots = SharedSlots(wire, 2, clock)
+    need = {SLOT: Need(8, 0, 8)}
     wire.answers.set()
-    await places.exchange(need)
-    assert (places.of(PLACE, 8), places.is_alone) == (8, False)
+    await slots.exchange(need)
+    assert (slots.of(SLOT, 8), slots.is_alone) == (8, False)
 
     wire.answers.clear()
-    question = asyncio.create_task(places.exchange(need))
+    question = asyncio.create_task(slots.exchange(need))
     await asyncio.sleep(0)
     clock.now_s += TRUST_S + 0.1
-    assert (places.of(PLACE, 8), places.is_alone) == (4, True)
+    assert (slots.of(SLOT, 8), slots.is_alone) == (4, True)
 
     # A late answer says what the ledger granted when it was asked.
     wire.answers.set()
     await question
-    assert places.is_alone
-    await places.exchange(need)
-    assert (places.of(PLACE, 8), places.is_alone) == (8, False)
+    assert slots.is_alone
+    await slots.exchange(need)
+    assert (slots.of(SLOT, 8), slots.is_alone) == (8, False)
     assert [record.message for record in caplog.records] == [
-        "the state that gateways share does not answer; this gateway uses its part of the places, "
+        "the state that gateways share does not answer; this gateway uses its part of the slots, "
         "and requests pass unlimited by rates",
         "the state that gateways share answers again",
     ]
@@ -176,25 +176,25 @@ def test_together_the_gateways_never_run_more_than_the_limit(
 @given(
     limit=limits, arrived=st.lists(st.integers(0, 12), min_size=2, max_size=4), starts=st.booleans()
 )
-def test_after_one_round_per_gateway_and_one_all_places_are_used_and_no_gateway_starves(
+def test_after_one_round_per_gateway_and_one_all_slots_are_used_and_no_gateway_starves(
     limit: int, arrived: list[int], *, starts: bool
 ) -> None:
     async def run() -> None:
         _, gateways = made(len(arrived))
-        # Before, one gateway had all the places.
-        await gateways[0].places.exchange({PLACE: Need(limit, 0, 12)})
+        # Before, one gateway had all the slots.
+        await gateways[0].slots.exchange({SLOT: Need(limit, 0, 12)})
         for gateway, number in zip(gateways, arrived, strict=True):
             gateway.waiting = number
         for _ in range(len(gateways) + 1):
             for gateway in gateways:
                 need = Need(limit, gateway.running, gateway.waiting)
-                await gateway.places.exchange({PLACE: need})
+                await gateway.slots.exchange({SLOT: need})
                 if starts:
                     gateway.start_all(limit)
         if starts:
             assert sum(gateway.running for gateway in gateways) == min(limit, sum(arrived))
-        else:  # Running requests would keep their places.
-            leased = [gateway.places.of(PLACE, limit) for gateway in gateways]
+        else:  # Running requests would keep their slots.
+            leased = [gateway.slots.of(SLOT, limit) for gateway in gateways]
             least = limit // len(arrived)
             assert all(own >= min(n, least) for own, n in zip(leased, arrived, strict=True))
 
@@ -246,7 +246,7 @@ async def test_without_the_ledger_the_limit_is_divided() -> None:
 
 async def test_a_new_ledger_leaves_gateways_it_has_not_heard_their_share() -> None:
     clock = Clock()
-    ledger = PlaceLedger(clock)
+    ledger = SlotLedger(clock)
     first = Gateway(ledger, "first", 2, clock)
     first.waiting = 8
     await first.exchange(8)
@@ -265,7 +265,7 @@ async def served_tokens(
 ) -> Counter[str]:
     """Tokens of each key after so many answers; a key always has a request waiting at its gateways.
 
-    Each of two gateways has half of the places.
+    Each of two gateways has half of the slots.
     """
     draw, tokens = random.Random(seed), Counter[str]()
     queues = [FairQueue(capacity=4, max_waiting=99, max_wait_s=1e6) for _ in range(2)]

@@ -1,8 +1,8 @@
-"""Slots ("places") shared by several gateways, as leases whose sum never exceeds the limit.
+"""Slots shared by several gateways, as leases whose sum never exceeds the limit.
 
-A place is a slot for one sequence: at a model's replicas, or under a key's `max_threads`. Each
+A slot takes one sequence: at a model's replicas, or under a key's `max_threads`. Each
 gateway has its own queue, but no slot may be used twice. So a gateway starts a request only on
-slots that it has leased from the `PlaceLedger`. Gateways ask the ledger several times a second, and
+slots that it has leased from the `SlotLedger`. Gateways ask the ledger several times a second, and
 at once if a request waits.
 
 A lease grows only by slots that no other gateway holds. When a lease shrinks, its slots are free
@@ -85,7 +85,7 @@ def fair_shares(limit: int, wanted: Mapping[str, int]) -> dict[str, int]:
     return shares
 
 
-class PlaceLedger:
+class SlotLedger:
     """Leases of all slots; one ledger for all gateways of an application."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -110,28 +110,28 @@ class PlaceLedger:
         now_s = self._clock()
         self._heard_s[gateway] = now_s
         self._forget([name for name, at_s in self._heard_s.items() if now_s - at_s > EXPIRY_S])
-        for place in [place for place, found in self._leases.items() if gateway in found]:
-            if place not in demands:
-                self._end(place, gateway)
+        for slot in [slot for slot, found in self._leases.items() if gateway in found]:
+            if slot not in demands:
+                self._end(slot, gateway)
         unheard = 0
         if now_s - self._began_s <= EXPIRY_S:
             unheard = max(0, num_expected - len(self._heard_s))
         num_gateways = max(num_expected, len(self._heard_s))
         return {
-            place: self._grant(gateway, place, demand, num_gateways, unheard, now_s)
-            for place, demand in demands.items()
+            slot: self._grant(gateway, slot, demand, num_gateways, unheard, now_s)
+            for slot, demand in demands.items()
         }
 
     def _grant(
         self,
         gateway: str,
-        place: str,
+        slot: str,
         demand: Demand,
         num_gateways: int,
         unheard: int,
         now_s: float,
     ) -> int:
-        leases = self._leases.setdefault(place, {})
+        leases = self._leases.setdefault(slot, {})
         own = leases.setdefault(gateway, _Lease(demand))
         own.demand = demand
         in_turn = sorted(leases.items(), key=lambda item: item[1].begun_s)
@@ -151,20 +151,20 @@ class PlaceLedger:
     def _forget(self, gateways: Iterable[str]) -> None:
         for gateway in gateways:
             del self._heard_s[gateway]
-            for place in [place for place, found in self._leases.items() if gateway in found]:
-                self._end(place, gateway)
+            for slot in [slot for slot, found in self._leases.items() if gateway in found]:
+                self._end(slot, gateway)
 
-    def _end(self, place: str, gateway: str) -> None:
-        del self._leases[place][gateway]
-        if not self._leases[place]:
-            del self._leases[place]
+    def _end(self, slot: str, gateway: str) -> None:
+        del self._leases[slot][gateway]
+        if not self._leases[slot]:
+            del self._leases[slot]
 
 
 class Ledger(Protocol):
     """A gateway's access to the shared ledger."""
 
     async def exchange(self, demands: Mapping[str, Demand], num_expected: int) -> dict[str, int]:
-        """See `PlaceLedger.exchange`. Raises LedgerSilentError."""
+        """See `SlotLedger.exchange`. Raises LedgerSilentError."""
         ...
 
     @property
@@ -183,7 +183,7 @@ class LedgerSilentError(Exception):
     """The ledger has not answered."""
 
 
-class SharedPlaces:
+class SharedSlots:
     """The leases of one gateway.
 
     After `TRUST_S` without a reply from the ledger, every limit is divided by the number of
@@ -209,12 +209,12 @@ class SharedPlaces:
         """Whether the ledger has been silent for longer than `TRUST_S`."""
         return self._clock() - self._heard_s > TRUST_S
 
-    def of(self, place: str, limit: int) -> int:
+    def of(self, slot: str, limit: int) -> int:
         """Return the number of slots that this gateway may use."""
         if self.is_alone:
             return max(1, limit // self.num_gateways)
         # The limit may have fallen since the lease.
-        return min(limit, self._in_force.get(place, 0))
+        return min(limit, self._in_force.get(slot, 0))
 
     def hurry(self) -> None:
         """Renew the leases soon: a request is about to wait."""
@@ -256,7 +256,7 @@ class SharedPlaces:
         if is_alone and not self._was_alone:
             logger.warning(
                 "the state that gateways share does not answer; this gateway uses its part of the "
-                "places, and requests pass unlimited by rates",
+                "slots, and requests pass unlimited by rates",
                 extra={"reason": reason, "num_gateways": self.num_gateways},
             )
         elif self._was_alone and not is_alone:
