@@ -28,8 +28,8 @@ from apar_core.scheduler.core_state import CoreState
 from deployments.metrics import catalogue, node
 from deployments.metrics.node import NodePage, open_process, write_changes
 from deployments.metrics.recorder import Recorder
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from deployments.wire.start import StartReport
 
 SCRAPE_S = 15.0
@@ -76,7 +76,7 @@ class InProcess:
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         """Yield the answer piece by piece."""
         async for part in self._answering.stream(request):
             yield Piece.from_wire(part) if isinstance(part, tuple) else part

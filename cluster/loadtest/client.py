@@ -114,7 +114,7 @@ class EventLines:
 
 
 @dataclass(slots=True)
-class AnswerStream:
+class ResponseStream:
     """Incremental parser of a chat completion stream.
 
     `pieces` holds (time, characters) per chunk of text. `paragraph_s` is the time when the first
@@ -204,7 +204,7 @@ class Attempt:
 
     job: Job
     started_s: float
-    stream: AnswerStream = field(default_factory=AnswerStream)
+    stream: ResponseStream = field(default_factory=ResponseStream)
     status: int | None = None
     error: str | None = None
     message: str | None = None

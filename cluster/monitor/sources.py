@@ -121,7 +121,7 @@ class PagesSource:
         values = {key: value for page in answered.values() for key, value in page.items()}
         return Snapshot(time.monotonic(), values, frozenset(answered), failures)
 
-    def _read_address(self, address: str) -> tuple[_Answer, list[str]]:
+    def _read_address(self, address: str) -> tuple[_Response, list[str]]:
         """Return the series of a page, or the pages of a discovery list."""
         if not address.startswith(("http://", "https://")) and _is_path(address):
             try:
@@ -141,14 +141,14 @@ class PagesSource:
         except PageError as error:
             return (url, error), []
 
-    def _read_page(self, url: str) -> _Answer:
+    def _read_page(self, url: str) -> _Response:
         try:
             return url, parse_page(url, fetch(self._client, url))
         except PageError as error:
             return url, error
 
 
-_Answer = tuple[str, "dict[SeriesKey, float] | PageError | None"]
+_Response = tuple[str, "dict[SeriesKey, float] | PageError | None"]
 
 
 class PrometheusSource:

@@ -34,14 +34,14 @@ from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import close_tracing
-from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
     JSON_TYPE,
     DrainingError,
-    ErrorAnswer,
+    ErrorResponse,
     MisdirectedError,
-    answer_for,
+    response_for,
 )
+from deployments.wire.response import ResponseStart
 from deployments.wire.routes import form_of
 
 logger = logging.getLogger(__name__)
@@ -265,10 +265,10 @@ class DrainMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["path"] == LIVE_PATH and scope["method"] in ("GET", "HEAD"):
-            await send_whole(send, AnswerStart(HTTPStatus.OK, [JSON_TYPE], b'{"status":"ok"}'))
+            await send_whole(send, ResponseStart(HTTPStatus.OK, [JSON_TYPE], b'{"status":"ok"}'))
         elif self._closed:
             self._refused()
-            await send_error(send, answer_for(DrainingError()).in_form(form_of(scope["path"])))
+            await send_error(send, response_for(DrainingError()).in_form(form_of(scope["path"])))
         else:
             await self._serve(scope, receive, send)
 
@@ -276,14 +276,14 @@ class DrainMiddleware:
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = False
-        answer = _Answer(send)
+        answer = _Response(send)
         try:
             await self._app(scope, receive, answer.send)
         except asyncio.CancelledError:
             if not self._tasks[task]:
                 raise
             task.uncancel()
-            error = answer_for(DrainingError()).in_form(form_of(scope["path"]))
+            error = response_for(DrainingError()).in_form(form_of(scope["path"]))
             if BYPASSES_SERVE in scope:
                 ids = (item for item in scope["headers"] if item[0] == REQUEST_ID)
                 error = replace(error, extra_headers=(*error.extra_headers, *ids))
@@ -292,7 +292,7 @@ class DrainMiddleware:
             del self._tasks[task]
 
 
-class _Answer:
+class _Response:
     """Tracks how much of a response has been sent."""
 
     def __init__(self, send: Send) -> None:
@@ -313,7 +313,7 @@ class _Answer:
                 self._last = self._last[-1:] + body
         await self._send(message)
 
-    async def end_with(self, error: ErrorAnswer) -> None:
+    async def end_with(self, error: ErrorResponse) -> None:
         """Send the error, or as much of it as fits what has been sent."""
         if not self._started:
             await send_error(self._send, error)

@@ -21,7 +21,6 @@ from deployments.gateway.body import parse_fields
 from deployments.gateway.callers import STORE_AGE_S, Caller, Callers
 from deployments.gateway.key_store import COUNTERS, KeyStore, Row, StoredKey, Usage
 from deployments.gateway.ledger import utc_now
-from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
     JSON_TYPE,
     AdminRequiredError,
@@ -30,6 +29,7 @@ from deployments.wire.errors import (
     UnknownRouteError,
     WrongMethodError,
 )
+from deployments.wire.response import ResponseStart
 
 ADMIN_PATH = "/admin/"
 _KEYS, _USAGE = "/admin/keys", "/admin/usage"
@@ -47,7 +47,7 @@ class Admin:
 
     async def answer(
         self, method: str, path: str, query: bytes, body: bytes, caller: Caller
-    ) -> AnswerStart:
+    ) -> ResponseStart:
         """Return the response to a request. Raises RequestError and CapacityError."""
         if caller.key is None or not caller.key.admin:
             raise AdminRequiredError(
@@ -78,7 +78,7 @@ class Admin:
         configured = [_shown(key) | {"source": "configuration"} for key in ring.configured]
         return configured + [_shown_stored(stored) for stored in ring.stored]
 
-    async def _create(self, store: KeyStore, body: bytes, caller: Caller) -> AnswerStart:
+    async def _create(self, store: KeyStore, body: bytes, caller: Caller) -> ResponseStart:
         fields = parse_fields(body)
         token = None if "hash" in fields else new_token()
         if token is not None:
@@ -103,7 +103,7 @@ class Admin:
         shown = _shown_stored(stored)
         return _json(HTTPStatus.CREATED, shown if token is None else shown | {"key": token})
 
-    async def _revoke(self, store: KeyStore, name: str, key_id: str | None) -> AnswerStart:
+    async def _revoke(self, store: KeyStore, name: str, key_id: str | None) -> ResponseStart:
         ring = self._callers.ring
         revoked = [
             stored
@@ -125,7 +125,7 @@ class Admin:
         }
         return _json(HTTPStatus.OK, body)
 
-    async def _usage(self, store: KeyStore, parameters: Mapping[str, str]) -> AnswerStart:
+    async def _usage(self, store: KeyStore, parameters: Mapping[str, str]) -> ResponseStart:
         for name in parameters:
             if name not in ("from", "to", "key", "model"):
                 raise RequestError(
@@ -196,5 +196,5 @@ def _days_before(day: date, days: int) -> date:
     return date.fromordinal(max(day.toordinal() - days, date.min.toordinal()))
 
 
-def _json(status: int, body: dict[str, Any]) -> AnswerStart:
-    return AnswerStart(status, [JSON_TYPE], json.dumps(body).encode())
+def _json(status: int, body: dict[str, Any]) -> ResponseStart:
+    return ResponseStart(status, [JSON_TYPE], json.dumps(body).encode())

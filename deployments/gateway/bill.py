@@ -9,7 +9,7 @@ from deployments.gateway.fair_queue import Ticket
 from deployments.gateway.ledger import UNKNOWN_MODEL, Ledger, Tally
 from deployments.gateway.rate_limits import Admission
 from deployments.gateway.request_log import RequestRecord
-from deployments.wire.answer import AnswerEnd
+from deployments.wire.response import ResponseEnd
 
 
 class Bill:
@@ -35,7 +35,7 @@ class Bill:
         self._prompt_tokens = 0
         self._tally: Tally | None = None
         self._ticket: Ticket | None = None
-        self.end: AnswerEnd | None = None
+        self.end: ResponseEnd | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -105,13 +105,13 @@ class Bill:
         self._record.retries += 1
         self._record.continued += continued
 
-    def ended(self, end: AnswerEnd | None) -> None:
+    def ended(self, end: ResponseEnd | None) -> None:
         """Charge the rest of the final cost, None if that is unknown."""
         record = self._record
         status = record.status or 0
         if end is None and status >= HTTPStatus.BAD_REQUEST and not record.generated_tokens:
             if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                end = AnswerEnd()  # Refused before it reached the engine.
+                end = ResponseEnd()  # Refused before it reached the engine.
             else:
                 # Refund the prompt: the request was lost with its replica before any token.
                 record.prompt_tokens = None

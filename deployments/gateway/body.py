@@ -15,9 +15,9 @@ from starlette.types import Receive
 from apar_core.errors import CapacityError, RequestError
 from deployments.gateway.codings import Decoder, decoder_of
 from deployments.gateway.request_options import NO_OPTIONS, RequestOptions
-from deployments.wire.answer import Headers
 from deployments.wire.errors import BodyTimeoutError, BodyTooLargeError, PromptTooLongError
 from deployments.wire.request import RequestHint
+from deployments.wire.response import Headers
 from deployments.wire.routes import OPENAI_SHAPE, BodyShape
 
 # Parsing blocks every stream of the gateway, and later those of a replica. A body of 16 MiB may

@@ -20,8 +20,8 @@ from deployments.config.limits import IN_MEMORY, LimitsConfig, open_storage
 from deployments.gateway.key_store import KeyStore, StoredKey, open_store
 from deployments.gateway.ledger import Ledger, utc_now
 from deployments.gateway.rate_limits import CounterStore, KeyRates, WindowStorage
-from deployments.wire.answer import Headers
 from deployments.wire.errors import ExpiredKeyError, StoreError, UnknownKeyError
+from deployments.wire.response import Headers
 
 logger = logging.getLogger(__name__)
 

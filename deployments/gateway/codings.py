@@ -7,8 +7,8 @@ from typing import Protocol
 import zstandard
 
 from apar_core.errors import RequestError
-from deployments.wire.answer import Headers
 from deployments.wire.errors import UnsupportedCodingError
+from deployments.wire.response import Headers
 
 _CHUNK_BYTES = 2**16
 # Input decoded at once. A zstd block takes three bytes or more and holds at most 128 KiB.

@@ -17,9 +17,9 @@ from deployments.gateway.callers import Caller
 from deployments.gateway.gateway_trace import RequestTrace
 from deployments.gateway.request_log import RequestRecord, content_of
 from deployments.relay.relay import ReplicaCalls
-from deployments.wire.answer import Headers
 from deployments.wire.errors import ERROR_EVENTS, error_code, event_error_code
-from deployments.wire.routes import AnswerForm, form_of, generates
+from deployments.wire.response import Headers
+from deployments.wire.routes import ResponseForm, form_of, generates
 
 # Anthropic's clients look for this one.
 _ANTHROPIC_ID = b"request-id"
@@ -134,7 +134,7 @@ class Exchange:
             headers.append((REQUEST_ID, self.request_id.encode()))
         if self.record.fallback_of is not None:
             headers.append((_FALLBACK_OF, quote(self.record.fallback_of, safe="/ ").encode()))
-        if self.form is AnswerForm.MESSAGES:
+        if self.form is ResponseForm.MESSAGES:
             headers.append((_ANTHROPIC_ID, self.request_id.encode()))
         return {**message, "headers": [*headers, *self.rate_headers]}
 

@@ -31,10 +31,10 @@ from deployments.gateway.health import (
     LIVE_PATH,
     READY_PATH,
     HealthProbe,
-    health_answer,
-    model_answer,
+    health_response,
+    model_response,
     not_ready,
-    ready_answer,
+    ready_response,
 )
 from deployments.gateway.models import Model, by_name, card_of, describe, find_model, list_models
 from deployments.gateway.request_options import priority_of, read_options
@@ -45,14 +45,13 @@ from deployments.metrics.catalogue import SHARED_STATE_SILENT
 from deployments.relay.relay import (
     ModelReplicas,
     Retries,
-    relay_answer,
+    relay_response,
     send_as_is,
     send_error,
     send_whole,
 )
 from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
-from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import (
     INTERNAL_ERROR,
     NotReadyError,
@@ -60,9 +59,10 @@ from deployments.wire.errors import (
     UnknownKeyError,
     UnknownRouteError,
     WrongMethodError,
-    answer_for,
+    response_for,
 )
 from deployments.wire.request import Deadlines, RelayedRequest, RequestHint, RequestTerms
+from deployments.wire.response import ResponseStart
 from deployments.wire.routes import MODELS_PATH, ONE_MODEL, OPENAPI_PATH, ROUTES, STORED_RESPONSES
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class Gateway:
             self.metrics.rejected(error.reason, caller)
             if caller is not None:
                 exchange.rate_headers = await caller.rate_headers()
-            await send_error(exchange.send, answer_for(error).in_form(exchange.form))
+            await send_error(exchange.send, response_for(error).in_form(exchange.form))
 
     def _method_of(self, path: str) -> str | None:
         """Return the method that a path accepts, None if it does not exist."""
@@ -304,7 +304,7 @@ class Gateway:
             if terms.deadlines is not None:
                 request = replace(request, hint=_hurried(request.hint, terms.deadlines))
             calls = exchange.calls(model.replicas, model.settings.deployment)
-            await relay_answer(
+            await relay_response(
                 calls, request, exchange.send, bill, self.retries, wait_s, hold=held.add
             )
         finally:
@@ -449,8 +449,8 @@ class Gateway:
                 asked = list(dict.fromkeys(usable))
             found = await describe(asked, request, wait_s)
             if found is None:
-                refusal = answer_for(NotReadyError())
-                found = AnswerStart(refusal.status, refusal.headers, refusal.body)
+                refusal = response_for(NotReadyError())
+                found = ResponseStart(refusal.status, refusal.headers, refusal.body)
             answer = found
         exchange.rate_headers = await caller.rate_headers()
         await send_whole(exchange.send, answer)
@@ -469,20 +469,20 @@ class Gateway:
             models = {model.settings.name: model for model in self._models.values()}
             health = await self._health.all_of(models)
             if path == READY_PATH:
-                await send_as_is(send, ready_answer(health))
+                await send_as_is(send, ready_response(health))
                 return
             shown = [name for name in models if caller is not None and caller.may_use(name)]
-            await send_as_is(send, health_answer(health, shown))
+            await send_as_is(send, health_response(health, shown))
         elif caller is None:
-            await send_error(send, answer_for(refusal))
+            await send_error(send, response_for(refusal))
         else:
             try:
                 name = path.removeprefix(f"{HEALTH_PATH}/")
                 model = find_model(self._by_name, name, caller, needed=True)
             except RequestError as error:
-                await send_error(send, answer_for(error))
+                await send_error(send, response_for(error))
                 return
-            await send_as_is(send, model_answer(await self._health.of(model)))
+            await send_as_is(send, model_response(await self._health.of(model)))
 
     def _follow_replicas(self) -> None:
         """Keep the models' capacity in step with the running replicas that their routers see."""

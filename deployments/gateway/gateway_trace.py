@@ -29,7 +29,6 @@ from deployments.tracing.thread_spans import (
     make_thread_spans,
 )
 from deployments.tracing.tracing import Tracing
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import (
     ReplicaBrokenError,
     ReplicaLostError,
@@ -37,6 +36,7 @@ from deployments.wire.errors import (
     WrongMethodError,
 )
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from deployments.wire.routes import ONE_MODEL
 
 _CONTEXT_HEADERS = (b"traceparent", b"tracestate")
@@ -182,7 +182,7 @@ class TracedCalls:
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         """See `ReplicaCalls`."""
         attempt = self._attempt(request)
         try:
@@ -198,7 +198,7 @@ class TracedCalls:
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         """See `ReplicaCalls`."""
         attempt = self._attempt(request)
 
@@ -258,14 +258,14 @@ class _Attempt:
             request_id = self.request.terms.request_id or ""
             self._replica_id = ROUTERS.replica_of(self._deployment, request_id)
 
-    def saw(self, part: AnswerStart | Piece | AnswerEnd) -> None:
+    def saw(self, part: ResponseStart | Piece | ResponseEnd) -> None:
         """Note a part of the answer."""
-        if isinstance(part, AnswerEnd):
+        if isinstance(part, ResponseEnd):
             self.outcome = _REFUSED if self._status >= 400 else _ANSWERED
             self._replica_id = part.replica or self._replica_id
             self._num_tokens = part.generated_tokens
             return
-        if isinstance(part, AnswerStart):
+        if isinstance(part, ResponseStart):
             self._status = part.status
             self.find_replica()
         if part.journal:

@@ -13,8 +13,8 @@ from enum import StrEnum
 from http import HTTPStatus
 
 from deployments.gateway.models import Model
-from deployments.wire.answer import AnswerStart
-from deployments.wire.errors import JSON_TYPE, NotReadyError, answer_for
+from deployments.wire.errors import JSON_TYPE, NotReadyError, response_for
+from deployments.wire.response import ResponseStart
 from deployments.wire.start import StartReport, described
 
 LIVE_PATH = "/live"
@@ -111,7 +111,7 @@ class HealthProbe:
         return dict(zip(models, found, strict=True))
 
 
-def health_answer(health: Mapping[str, ModelHealth], shown: Sequence[str]) -> AnswerStart:
+def health_response(health: Mapping[str, ModelHealth], shown: Sequence[str]) -> ResponseStart:
     """Return the response to `/health`: 200 if all models can serve; the body lists `shown`."""
     failing = [name for name, each in health.items() if not each.status.serves]
     fields: dict[str, object] = {
@@ -125,14 +125,14 @@ def health_answer(health: Mapping[str, ModelHealth], shown: Sequence[str]) -> An
     return _answer(fields, NotReadyError(f"{text}: {named}." if named else f"{text}."))
 
 
-def model_answer(health: ModelHealth) -> AnswerStart:
+def model_response(health: ModelHealth) -> ResponseStart:
     """Return the response to `/health/MODEL`: 200 if the model can serve."""
     if health.status.serves:
         return _answer(health.fields)
     return _answer(health.fields, not_ready(health.starting))
 
 
-def ready_answer(health: Mapping[str, ModelHealth]) -> AnswerStart:
+def ready_response(health: Mapping[str, ModelHealth]) -> ResponseStart:
     """Return the response to `/ready`: 200 if at least one model can serve."""
     if any(each.status.serves for each in health.values()):
         return _answer({"status": "ok"})
@@ -146,10 +146,10 @@ def not_ready(reports: Sequence[StartReport]) -> NotReadyError:
     return NotReadyError(text, retry_after_s=retry_after_s)
 
 
-def _answer(fields: dict[str, object], error: NotReadyError | None = None) -> AnswerStart:
+def _answer(fields: dict[str, object], error: NotReadyError | None = None) -> ResponseStart:
     if error is None:
-        return AnswerStart(HTTPStatus.OK, [JSON_TYPE], json.dumps(fields).encode())
-    answer = answer_for(error)
+        return ResponseStart(HTTPStatus.OK, [JSON_TYPE], json.dumps(fields).encode())
+    answer = response_for(error)
     headers = [item for item in answer.headers if item[0] != b"content-length"]
     body = json.loads(answer.body) | fields
-    return AnswerStart(answer.status, headers, json.dumps(body).encode())
+    return ResponseStart(answer.status, headers, json.dumps(body).encode())

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments.client_headers import BYPASSES_SERVE, REQUEST_ID
 from deployments.local_names import names_this_machine
 from deployments.relay.relay import send_error
-from deployments.wire.errors import MisdirectedError, answer_for
+from deployments.wire.errors import MisdirectedError, response_for
 from deployments.wire.routes import form_of
 
 
@@ -34,7 +34,9 @@ class HostCheck:
                 host = value.decode("latin-1")
                 if name == b"host" and not names_this_machine(host, self.names):
                     self._refused()
-                    error = answer_for(MisdirectedError(host[:128])).in_form(form_of(scope["path"]))
+                    error = response_for(MisdirectedError(host[:128])).in_form(
+                        form_of(scope["path"])
+                    )
                     if BYPASSES_SERVE in scope:
                         ids = [item for item in scope["headers"] if item[0] == REQUEST_ID]
                         error = replace(error, extra_headers=(*error.extra_headers, *ids))

@@ -15,10 +15,10 @@ from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Due, FairQueue, QueueState, Ticket
 from deployments.gateway.settings import ServedModel
 from deployments.gateway.shared_slots import Need, SharedSlots
-from deployments.relay.relay import ModelReplicas, ReplicaCalls, whole_answer
-from deployments.wire.answer import AnswerStart
+from deployments.relay.relay import ModelReplicas, ReplicaCalls, whole_response
 from deployments.wire.errors import JSON_TYPE, UnknownModelError
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import ResponseStart
 
 
 class CachedResponse:
@@ -28,7 +28,7 @@ class CachedResponse:
     that generate. `answer` is the latest response, None before the first.
     """
 
-    def __init__(self, outdated: AnswerStart | None = None) -> None:
+    def __init__(self, outdated: ResponseStart | None = None) -> None:
         """`outdated` is an earlier response, repeated only until a replica can be asked again."""
         self.answer = outdated
         self._is_current = False
@@ -36,12 +36,12 @@ class CachedResponse:
 
     async def ask(
         self, replicas: ReplicaCalls, request: RelayedRequest, wait_s: float
-    ) -> AnswerStart:
+    ) -> ResponseStart:
         """Return the response or a replica's error. Raises TimeoutError after `wait_s`."""
         async with asyncio.timeout(wait_s), self._lock:
             if self._is_current and self.answer is not None:
                 return self.answer
-            answer = await whole_answer(replicas, request)
+            answer = await whole_response(replicas, request)
             if answer.status == HTTPStatus.OK:
                 self.answer, self._is_current = answer, True
             return answer
@@ -213,7 +213,7 @@ async def list_models(
     *,
     created_s: int,
     aliases: Mapping[str, str] | None = None,
-) -> AnswerStart:
+) -> ResponseStart:
     """Return the list of models, with the model cards that their replicas return.
 
     `models` are those of `by_name` that the caller may use; `aliases` may name them or others. If
@@ -234,20 +234,20 @@ async def list_models(
         if name in by_id
     ]
     body = json.dumps({"object": "list", "data": data}).encode()
-    return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
+    return ResponseStart(HTTPStatus.OK, [JSON_TYPE], body)
 
 
-def card_of(name: str, listed: AnswerStart) -> AnswerStart:
+def card_of(name: str, listed: ResponseStart) -> ResponseStart:
     """Return one model of the list that `list_models` returned. Raises UnknownModelError."""
     cards = {card["id"]: card for card in json.loads(listed.body)["data"]}
     if name not in cards:
         raise UnknownModelError(name, list(cards))
-    return AnswerStart(HTTPStatus.OK, [JSON_TYPE], json.dumps(cards[name]).encode())
+    return ResponseStart(HTTPStatus.OK, [JSON_TYPE], json.dumps(cards[name]).encode())
 
 
 async def describe(
     models: Sequence[Model], request: RelayedRequest, wait_s: float
-) -> AnswerStart | None:
+) -> ResponseStart | None:
     """Return the replicas' response to a request about the server; None if none responds.
 
     OpenAPI descriptions are merged: each replica describes the routes that its model serves.
@@ -259,14 +259,14 @@ async def describe(
         ),
         return_exceptions=True,
     )
-    given = [answer for answer in answers if isinstance(answer, AnswerStart)]
+    given = [answer for answer in answers if isinstance(answer, ResponseStart)]
     for error in answers:
-        if not isinstance(error, AnswerStart | TimeoutError):
+        if not isinstance(error, ResponseStart | TimeoutError):
             raise error
     found = [answer for answer in given if answer.status == HTTPStatus.OK]
     if len(found) > 1:
         body = json.dumps(_merged([json.loads(answer.body) for answer in found])).encode()
-        return AnswerStart(HTTPStatus.OK, [JSON_TYPE], body)
+        return ResponseStart(HTTPStatus.OK, [JSON_TYPE], body)
     return next(iter(found or given), None)
 
 

@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar, cast
 from limits.errors import StorageError
 
 from deployments.config.keys import KeyConfig
-from deployments.wire.answer import Headers
 from deployments.wire.errors import PromptTooLongError, RateLimitError
+from deployments.wire.response import Headers
 
 logger = logging.getLogger(__name__)
 

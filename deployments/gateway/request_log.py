@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from deployments.wire.answer import AnswerEnd
 from deployments.wire.errors import DONE_EVENT
+from deployments.wire.response import ResponseEnd
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RequestRecord:
     cancelled: bool = False
     trace_id: str | None = None
 
-    def take_end(self, end: AnswerEnd) -> None:
+    def take_end(self, end: ResponseEnd) -> None:
         """Record the cost of the answer."""
         self.prompt_tokens = end.prompt_tokens
         self.generated_tokens = end.generated_tokens

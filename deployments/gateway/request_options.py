@@ -11,13 +11,13 @@ from typing import Any
 
 from apar_core.errors import RequestError
 from deployments.config.keys import MAX_PRIORITY, KeyConfig
-from deployments.wire.answer import Headers
 from deployments.wire.request import (
     MAX_DEADLINE_MS,
     MAX_EXPECTED_TOKENS,
     PARENT_ID_PATTERN,
     Deadlines,
 )
+from deployments.wire.response import Headers
 
 _ID = re.compile(PARENT_ID_PATTERN)
 _HEADER_PREFIX = b"x-apar-"

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from apar_core.errors import EngineError
-from deployments.wire.errors import DONE_EVENT, ErrorAnswer, named_event
-from deployments.wire.routes import AnswerForm
+from deployments.wire.errors import DONE_EVENT, ErrorResponse, named_event
+from deployments.wire.routes import ResponseForm
 
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
@@ -135,7 +135,7 @@ class ClientStream:
         """Whether a replica may end its stream here."""
         return True
 
-    def failure(self, error: ErrorAnswer) -> bytes:
+    def failure(self, error: ErrorResponse) -> bytes:
         """Return the events that end the stream with an error."""
         return error.events()
 
@@ -281,7 +281,7 @@ class NamedStream(ClientStream):
     """
 
     def __init__(
-        self, form: AnswerForm, last: tuple[str, ...], clock: Callable[[], float] = time.monotonic
+        self, form: ResponseForm, last: tuple[str, ...], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`last` are the types of the events that end a stream."""
         super().__init__(clock)
@@ -308,10 +308,10 @@ class NamedStream(ClientStream):
         """Whether a replica may end its stream here."""
         return self._has_ended or self.complete
 
-    def failure(self, error: ErrorAnswer) -> bytes:
+    def failure(self, error: ErrorResponse) -> bytes:
         """Return the events that end the stream with an error."""
         self._read()
-        if self._form is not AnswerForm.RESPONSES:
+        if self._form is not ResponseForm.RESPONSES:
             return error.events()
         events = error.events(b'"sequence_number":%d' % (self._num_events - 1))
         if self._response is None:
@@ -375,7 +375,7 @@ class NamedStream(ClientStream):
 
     def _rename(self, chunk: dict[str, Any]) -> None:
         """Replace the ids and numbers in a replica's event by those that the client knows."""
-        if self._form is not AnswerForm.RESPONSES:
+        if self._form is not ResponseForm.RESPONSES:
             return
         chunk["sequence_number"] = self._num_events
         index = _item_of(chunk)
@@ -390,15 +390,15 @@ class NamedStream(ClientStream):
                 item["id"] = self._item_ids.get(number, item.get("id"))
 
 
-def client_stream(form: AnswerForm) -> ClientStream:
+def client_stream(form: ResponseForm) -> ClientStream:
     """Return an empty stream of the given form."""
     match form:
-        case AnswerForm.CHUNKS:
+        case ResponseForm.CHUNKS:
             return ClientStream()
-        case AnswerForm.RESPONSES:
+        case ResponseForm.RESPONSES:
             ends = ("completed", "incomplete", "failed")
             return NamedStream(form, (*(f"response.{end}" for end in ends), "error"))
-        case AnswerForm.MESSAGES:
+        case ResponseForm.MESSAGES:
             return NamedStream(form, ("message_stop", "error"))
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from deployments.relay.relay import ModelReplicas, Progress
 from deployments.relay.replica_calls import joined, unbroken
 from deployments.routing.shared_router import ROUTERS
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece, ends_answer
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.frames import (
     Address,
@@ -25,6 +24,7 @@ from deployments.wire.frames import (
 )
 from deployments.wire.handshake import HandshakeError, greet_replica
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart, ends_response
 from deployments.wire.start import StartReport
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class DirectCalls:
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         """Yield the answer piece by piece. Raises ReplicaLostError."""
         call = await self._begin(Call("stream", request))
         if call is None:
@@ -114,7 +114,7 @@ class DirectCalls:
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         """Return the whole answer and its cost. Raises ReplicaLostError."""
         call = await self._begin(Call("whole", request))
         if call is None:
@@ -279,7 +279,7 @@ class _RunningCall:
         try:
             while not complete:
                 part = unbroken(await read_part(self._connection.reader), self._replica)
-                complete = ends_answer(part)
+                complete = ends_response(part)
                 yield part
         except (OSError, asyncio.IncompleteReadError) as error:
             _log_violation(self._address, error)

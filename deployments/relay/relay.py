@@ -25,22 +25,22 @@ from deployments.config.retries import (
     pause_before_retry_s,
 )
 from deployments.relay.continuation import client_stream
-from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.wire.errors import (
     INTERNAL_ERROR,
     BodyTooLargeError,
     DeadlineError,
     EnginesDiedError,
-    ErrorAnswer,
+    ErrorResponse,
     NoReplicaError,
     ReplicaLostError,
-    answer_for,
     error_summary,
     normalised,
     normalised_events,
+    response_for,
 )
 from deployments.wire.request import Deadlines, RelayedRequest
-from deployments.wire.routes import AnswerForm, form_of
+from deployments.wire.response import Headers, Piece, ResponseEnd, ResponseStart
+from deployments.wire.routes import ResponseForm, form_of
 from deployments.wire.start import StartReport
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _HOP_HEADERS = (b"content-length", b"connection", b"transfer-encoding", b"date",
 # A replica ends an answer at its deadline; its last piece may take this much longer to arrive.
 _DEADLINE_GRACE_S = 2.0
 
-AnswerStream = AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]
+ResponseStream = AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]
 Progress = Callable[[int, int], None]
 """Called with the tokens that a request has generated since the last call, and with the tokens of
 its prompts that the engine has so far.
@@ -67,12 +67,12 @@ class ReplicaCalls(Protocol):
     def num_running(self) -> int:
         """Number of running replicas known to this process; if there is none, a call starts one."""
 
-    def stream(self, request: RelayedRequest) -> AnswerStream:
+    def stream(self, request: RelayedRequest) -> ResponseStream:
         """Yield the answer piece by piece; closing the iterator cancels the request."""
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         """Return the whole answer and its cost; cancelling the call cancels the request.
 
         `progress` is called now and then; only the cost counts all tokens.
@@ -96,7 +96,7 @@ class ModelReplicas(ReplicaCalls, Protocol):
         """Return the reports of the replicas that are starting."""
 
 
-class AnswerObserver(Protocol):
+class ResponseObserver(Protocol):
     """Receives the progress, retries and cost of one answer."""
 
     def progress(self, num_tokens: int, prompt_tokens: int) -> None:
@@ -110,7 +110,7 @@ class AnswerObserver(Protocol):
     def retried(self, *, continued: bool) -> None:
         """Note the loss of a replica, and whether the stream continues or starts again."""
 
-    def ended(self, end: AnswerEnd | None) -> None:
+    def ended(self, end: ResponseEnd | None) -> None:
         """Take the cost of the answer, None if unknown; the last call, made exactly once."""
 
 
@@ -149,11 +149,11 @@ class Attempts:
         await asyncio.sleep(pause_before_retry_s(self._num_lost, self._retries.first_pause_s))
 
 
-async def relay_answer(
+async def relay_response(
     replicas: ReplicaCalls,
     request: RelayedRequest,
     send: Send,
-    observer: AnswerObserver,
+    observer: ResponseObserver,
     retries: Retries,
     wait_s: float | None = None,
     hold: Callable[[int], None] | None = None,
@@ -169,7 +169,7 @@ async def relay_answer(
     if deadlines is not None:
         wait_s = min(wait_s, max(0.0, deadlines.first[1] - time.time()) + _DEADLINE_GRACE_S)
     request = replace(request, replica_wait_s=wait_s)
-    end: AnswerEnd | None = None
+    end: ResponseEnd | None = None
     stream = _StreamRelay(request, send, observer, retries) if request.streams else None
     try:
         async with asyncio.timeout(_time_left_s(deadlines)):
@@ -190,25 +190,25 @@ async def relay_answer(
 
 
 async def _send_held(
-    send: Send, answer: AnswerStart, form: AnswerForm, hold: Callable[[int], None] | None
+    send: Send, answer: ResponseStart, form: ResponseForm, hold: Callable[[int], None] | None
 ) -> None:
     """Send a whole answer, or a refusal if there is no room to keep it meanwhile."""
     try:
         if hold is not None:
             hold(len(answer.body))
     except CapacityError as error:
-        await send_error(send, answer_for(error).in_form(form))
+        await send_error(send, response_for(error).in_form(form))
         return
     await send_whole(send, answer, form)
 
 
-async def whole_answer(replicas: ReplicaCalls, request: RelayedRequest) -> AnswerStart:
+async def whole_response(replicas: ReplicaCalls, request: RelayedRequest) -> ResponseStart:
     """Return a replica's answer, or the error that a client gets instead."""
     try:
         return (await replicas.whole(request))[0]
     except Exception as error:  # noqa: BLE001  # boundary: the error is logged and answered
         answer = _logged_answer(error, request)
-        return AnswerStart(answer.status, answer.headers, answer.body)
+        return ResponseStart(answer.status, answer.headers, answer.body)
 
 
 def _time_left_s(deadlines: Deadlines | None) -> float | None:
@@ -221,7 +221,7 @@ def _time_left_s(deadlines: Deadlines | None) -> float | None:
     return max(0.0, deadlines.answer_at_s - time.time()) + _DEADLINE_GRACE_S
 
 
-def _logged_answer(error: Exception, request: RelayedRequest) -> ErrorAnswer:
+def _logged_answer(error: Exception, request: RelayedRequest) -> ErrorResponse:
     facts = {"path": request.path, "request_id": request.terms.request_id}
     deadlines = request.terms.deadlines
     if (
@@ -233,20 +233,20 @@ def _logged_answer(error: Exception, request: RelayedRequest) -> ErrorAnswer:
         if isinstance(error, NoReplicaError):
             reason = "no replica accepted it in time"
         logger.warning("deadline missed", extra=facts | {"reason": reason})
-        return answer_for(DeadlineError(deadlines.first[0], reason))
+        return response_for(DeadlineError(deadlines.first[0], reason))
     if isinstance(error, BodyTooLargeError):
-        return answer_for(error)
+        return response_for(error)
     if isinstance(error, ReplicaLostError):
         logger.warning("replica lost under a request", extra=facts | {"reason": str(error)})
-        return answer_for(error)
+        return response_for(error)
     # Of any class: Ray raises a replica's exception as a subclass whose message is the traceback.
     logger.error("request failed", extra=facts, exc_info=error)
     return INTERNAL_ERROR
 
 
 async def _whole(
-    replicas: ReplicaCalls, request: RelayedRequest, observer: AnswerObserver, retries: Retries
-) -> tuple[AnswerStart, AnswerEnd]:
+    replicas: ReplicaCalls, request: RelayedRequest, observer: ResponseObserver, retries: Retries
+) -> tuple[ResponseStart, ResponseEnd]:
     attempts = retries.attempts()
     num_reported = num_generated = 0
 
@@ -273,7 +273,7 @@ class _StreamRelay:
     """One streamed request, on one replica after another if necessary."""
 
     def __init__(
-        self, request: RelayedRequest, send: Send, observer: AnswerObserver, retries: Retries
+        self, request: RelayedRequest, send: Send, observer: ResponseObserver, retries: Retries
     ) -> None:
         terms = replace(request.terms, keeps_journal=retries.config.continue_streams)
         self._request = replace(request, terms=terms)
@@ -287,7 +287,7 @@ class _StreamRelay:
         self._last = b""
         self.begun = False
         """Whether the client has received the start of its answer."""
-        self.end: AnswerEnd | None = None
+        self.end: ResponseEnd | None = None
         """The cost of the answer, once known."""
 
     async def run(self, replicas: ReplicaCalls) -> None:
@@ -311,15 +311,15 @@ class _StreamRelay:
                     self._request = replace(self._request, terms=terms)
                     self._stream.begin_again()
 
-    async def end_with(self, error: ErrorAnswer) -> None:
+    async def end_with(self, error: ErrorResponse) -> None:
         """End a stream that has begun with an error event, unless it is complete."""
         if not self._stream.complete:
             self._last = self._stream.failure(error)
         await self._finish()
 
-    async def _relay(self, parts: AnswerStream) -> None:
+    async def _relay(self, parts: ResponseStream) -> None:
         start = await anext(parts)
-        if not isinstance(start, AnswerStart):
+        if not isinstance(start, ResponseStart):
             raise TypeError("a replica's answer must begin with its start")
         if start.status >= 400:
             await self._relay_error(start, parts)
@@ -335,7 +335,7 @@ class _StreamRelay:
         async for part in parts:
             if isinstance(part, Piece):
                 await self._forward(part)
-            elif isinstance(part, AnswerEnd):
+            elif isinstance(part, ResponseEnd):
                 self.end = part
             else:
                 raise TypeError(f"a {type(part).__name__} is not part of an answer")
@@ -345,16 +345,16 @@ class _StreamRelay:
             self._last += self._stream.failure(INTERNAL_ERROR.in_form(form_of(self._request.path)))
         await self._finish()
 
-    async def _relay_error(self, start: AnswerStart, parts: AnswerStream) -> None:
+    async def _relay_error(self, start: ResponseStart, parts: ResponseStream) -> None:
         rest = [part.body async for part in parts if isinstance(part, Piece)]
         body = b"".join([start.body, *rest])
         if self.begun:
             summary = error_summary(start.status, body)
             raise ReplicaLostError(f"a replica refused to continue a stream: {summary}")
         form = form_of(self._request.path)
-        await send_whole(self._send, AnswerStart(start.status, start.headers, body), form)
+        await send_whole(self._send, ResponseStart(start.status, start.headers, body), form)
 
-    async def _forward(self, part: AnswerStart | Piece) -> None:
+    async def _forward(self, part: ResponseStart | Piece) -> None:
         # Before sending: the client must never have more text than the journal covers.
         if part.journal:
             self._journal.add(part.journal)
@@ -373,19 +373,21 @@ class _StreamRelay:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def send_whole(send: Send, answer: AnswerStart, form: AnswerForm = AnswerForm.CHUNKS) -> None:
+async def send_whole(
+    send: Send, answer: ResponseStart, form: ResponseForm = ResponseForm.CHUNKS
+) -> None:
     """Send an answer in one piece, an error in the given form."""
     body = normalised(answer.status, answer.body, form) if answer.status >= 400 else answer.body
-    await send_as_is(send, AnswerStart(answer.status, _end_to_end(answer.headers), body))
+    await send_as_is(send, ResponseStart(answer.status, _end_to_end(answer.headers), body))
 
 
-async def send_as_is(send: Send, answer: AnswerStart) -> None:
+async def send_as_is(send: Send, answer: ResponseStart) -> None:
     """Send a response in one piece, with its length; also errors with further keys in the body."""
     length = (b"content-length", str(len(answer.body)).encode())
     await _send(send, answer.status, [*answer.headers, length], answer.body)
 
 
-async def send_error(send: Send, answer: ErrorAnswer) -> None:
+async def send_error(send: Send, answer: ErrorResponse) -> None:
     """Send an error of the gateway."""
     await _send(send, answer.status, answer.headers, answer.body)
 

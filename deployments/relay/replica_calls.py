@@ -16,7 +16,6 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.relay.relay import Progress
 from deployments.routing.shared_router import ROUTERS
-from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import (
     BodyTooLargeError,
     NoReplicaError,
@@ -24,6 +23,7 @@ from deployments.wire.errors import (
     ReplicaLostError,
 )
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseBroken, ResponseEnd, ResponseStart
 from deployments.wire.start import StartBoard, StartReport, described
 
 _LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
@@ -78,7 +78,7 @@ class HandleCalls:
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         """Yield the answer piece by piece. Raises ReplicaLostError."""
         async with aclosing(_parts(self._stream, request, self)) as parts:
             async for part in parts:
@@ -87,17 +87,17 @@ class HandleCalls:
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         """Return the whole answer and its cost. Raises ReplicaLostError."""
         return await joined(_parts(self._whole, request, self), progress)
 
 
 async def joined(
     parts: AsyncGenerator[Any, None], progress: Progress | None
-) -> tuple[AnswerStart, AnswerEnd]:
+) -> tuple[ResponseStart, ResponseEnd]:
     """Return the whole answer from the parts of a call of `whole`; close them at the end."""
-    start: AnswerStart | None = None
-    end: AnswerEnd | None = None
+    start: ResponseStart | None = None
+    end: ResponseEnd | None = None
     bodies: list[bytes] = []
     async with aclosing(parts):
         async for part in parts:
@@ -105,9 +105,9 @@ async def joined(
                 # Over the handle, start and end are one part.
                 start, end = part
                 bodies.append(part[0].body)
-            elif isinstance(part, AnswerEnd):
+            elif isinstance(part, ResponseEnd):
                 end = part
-            elif isinstance(part, AnswerStart):
+            elif isinstance(part, ResponseStart):
                 start = part
                 bodies.append(part.body)
             elif start is not None:
@@ -123,7 +123,7 @@ async def joined(
 
 def unbroken(part: Any, replica: str | None) -> Any:
     """Return a part of an answer. Raises ReplicaBrokenError if the answer broke off."""
-    if isinstance(part, AnswerBroken):
+    if isinstance(part, ResponseBroken):
         raise ReplicaBrokenError(part.reason, engine_died=part.engine_died, replica=replica)
     return part
 

@@ -23,17 +23,17 @@ from apar_core.fork_parameters import KeyTerms
 from deployments.replica.engine_trace import EngineTrace, start_engine_trace
 from deployments.replica.replica_metrics import ReplicaMetrics
 from deployments.tracing.tracing import Tracing
-from deployments.wire.answer import (
-    AnswerBroken,
-    AnswerEnd,
-    AnswerPart,
-    AnswerStart,
+from deployments.wire.errors import DeadlineError, response_for
+from deployments.wire.request import RelayedRequest, RequestTerms
+from deployments.wire.response import (
     Headers,
     Piece,
-    WholeAnswer,
+    ResponseBroken,
+    ResponseEnd,
+    ResponsePart,
+    ResponseStart,
+    WholeResponse,
 )
-from deployments.wire.errors import DeadlineError, answer_for
-from deployments.wire.request import RelayedRequest, RequestTerms
 
 if TYPE_CHECKING:
     from apar_core.scheduler.core_state import CoreState
@@ -134,7 +134,7 @@ class FollowedRequest:
         if self._trace is not None:
             self._trace.end(self.end(), broken=broken)
 
-    def start(self, start: AnswerStart) -> AnswerStart:
+    def start(self, start: ResponseStart) -> ResponseStart:
         """Add tokens and journal to the start of a streamed answer."""
         return replace(
             start,
@@ -151,7 +151,7 @@ class FollowedRequest:
             body, follower.take_journal(), follower.take_num_tokens(), follower.prompt_tokens
         )
 
-    def end(self) -> AnswerEnd:
+    def end(self) -> ResponseEnd:
         """Cost of the answer; without forks, one thread per choice.
 
         A beam search counts as one thread of unknown length, with the tokens of all its beams.
@@ -161,10 +161,10 @@ class FollowedRequest:
             num_roots = follower.num_roots
             alone = num_roots == 1 and not follower.searches_beams
             longest = follower.generated_tokens if alone else 0
-            return AnswerEnd(
+            return ResponseEnd(
                 follower.prompt_tokens, follower.generated_tokens, num_roots, 0, longest
             )
-        return AnswerEnd(
+        return ResponseEnd(
             follower.prompt_tokens,
             follower.generated_tokens,
             trees.threads,
@@ -172,7 +172,7 @@ class FollowedRequest:
             trees.decode_steps,
         )
 
-    def end_from(self, replica: str) -> AnswerEnd:
+    def end_from(self, replica: str) -> ResponseEnd:
         """Cost of the answer, with the replica's id and the time spent there."""
         follower = self.follower
         return replace(
@@ -257,7 +257,7 @@ class _Call:
 
 async def call_application(
     app: ASGIApp, request: RelayedRequest, followed: FollowedRequest | None = None
-) -> AsyncGenerator[AnswerStart | bytes, None]:
+) -> AsyncGenerator[ResponseStart | bytes, None]:
     """Yield the application's answer: its start with the first piece, then the rest as it comes.
 
     Closing or cancelling the iterator acts as the client's disconnect.
@@ -269,7 +269,7 @@ async def call_application(
         if call.status is None:
             await call.close()
             raise RuntimeError("the application ended without an answer")
-        yield AnswerStart(call.status, call.headers, first)
+        yield ResponseStart(call.status, call.headers, first)
         while piece := await call.next_piece():
             yield piece
     finally:
@@ -320,14 +320,14 @@ class Answering:
         await self._engine.core_state()
         return True
 
-    async def stream(self, request: RelayedRequest) -> AsyncIterator[AnswerPart]:
+    async def stream(self, request: RelayedRequest) -> AsyncIterator[ResponsePart]:
         """Yield the answer piece by piece."""
         followed = self._follow(request)
         begun = False
         async with aclosing(self._answer(request, followed)) as parts:
             async for part in parts:
                 begun = True
-                if isinstance(part, AnswerStart):
+                if isinstance(part, ResponseStart):
                     yield followed.start(part)
                 else:
                     yield followed.piece(part)
@@ -337,7 +337,7 @@ class Answering:
             yield followed.piece(b"")
         yield broken or followed.end_from(self._replica_id)
 
-    async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeAnswer]:
+    async def whole(self, request: RelayedRequest) -> AsyncIterator[WholeResponse]:
         """Yield token counts now and then, and last the whole answer with its cost."""
         followed = self._follow(request)
         reported = Piece(b"")
@@ -365,21 +365,21 @@ class Answering:
         trace = start_engine_trace(self.tracing, terms.trace_headers, self._replica_id)
         return FollowedRequest(self._engine, terms, trace)
 
-    async def _joined(self, request: RelayedRequest, followed: FollowedRequest) -> AnswerStart:
-        start = AnswerStart(500, [], b"")
+    async def _joined(self, request: RelayedRequest, followed: FollowedRequest) -> ResponseStart:
+        start = ResponseStart(500, [], b"")
         pieces: list[bytes] = []
         async with aclosing(self._answer(request, followed)) as parts:
             async for part in parts:
-                if isinstance(part, AnswerStart):
+                if isinstance(part, ResponseStart):
                     start = part
                     pieces.append(part.body)
                 else:
                     pieces.append(part)
-        return AnswerStart(start.status, start.headers, b"".join(pieces))
+        return ResponseStart(start.status, start.headers, b"".join(pieces))
 
     async def _answer(
         self, request: RelayedRequest, followed: FollowedRequest
-    ) -> AsyncGenerator[AnswerStart | bytes, None]:
+    ) -> AsyncGenerator[ResponseStart | bytes, None]:
         """Yield the application's answer until the engine dies or aborts the request.
 
         After that vLLM answers with some error, or ends the text as if it were complete, although
@@ -395,7 +395,7 @@ class Answering:
                 async for part in parts:
                     if self._broken(followed):
                         return
-                    if followed.missed is not None and isinstance(part, AnswerStart):
+                    if followed.missed is not None and isinstance(part, ResponseStart):
                         yield _missed(followed.missed)
                         return
                     yield part
@@ -409,17 +409,17 @@ class Answering:
             if self.metrics is not None and not self._broken(followed):
                 self.metrics.finished(followed.follower)
 
-    def _broken(self, followed: FollowedRequest) -> AnswerBroken | None:
+    def _broken(self, followed: FollowedRequest) -> ResponseBroken | None:
         """Return why the replica cannot continue an answer; None while it can."""
         # Check aborts first: an engine that shuts down aborts its requests, then counts as dead.
         if followed.follower.aborted:
-            return AnswerBroken("the engine has aborted the request")
+            return ResponseBroken("the engine has aborted the request")
         if self._engine.errored:
-            return AnswerBroken("the engine has died", engine_died=True)
+            return ResponseBroken("the engine has died", engine_died=True)
         return None
 
 
-def _missed(option: str) -> AnswerStart:
+def _missed(option: str) -> ResponseStart:
     """Return the answer to a request without a token at its deadline."""
-    answer = answer_for(DeadlineError(option, "the engine had no token of it in time"))
-    return AnswerStart(answer.status, answer.headers, answer.body)
+    answer = response_for(DeadlineError(option, "the engine had no token of it in time"))
+    return ResponseStart(answer.status, answer.headers, answer.body)

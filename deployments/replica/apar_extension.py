@@ -25,7 +25,7 @@ from apar_core.engine.replay import PARAM, REPLAY_REQUEST_ARG
 from apar_core.engine.thread_tags import StreamTags
 from apar_core.errors import RequestError
 from deployments.replica.answering import SCOPE_KEY, FollowedRequest
-from deployments.wire.errors import ERROR_EVENTS, JSON_TYPE, answer_for, named_event
+from deployments.wire.errors import ERROR_EVENTS, JSON_TYPE, named_event, response_for
 from deployments.wire.request import (
     MAX_DEADLINE_MS,
     MAX_EXPECTED_TOKENS,
@@ -33,7 +33,7 @@ from deployments.wire.request import (
     RequestTerms,
     write_terms,
 )
-from deployments.wire.routes import OPENAI_SHAPE, ROUTES, AnswerForm, Route
+from deployments.wire.routes import OPENAI_SHAPE, ROUTES, ResponseForm, Route
 
 MAX_REPLAY_TOKENS = 2**17
 MAX_REPLAY_THREADS = 2**12
@@ -214,19 +214,19 @@ def check_unused_fields(body: Mapping[str, Any]) -> None:
         )
 
 
-def check_parsers(body: Mapping[str, Any], parsers: Parsers, form: AnswerForm) -> None:
+def check_parsers(body: Mapping[str, Any], parsers: Parsers, form: ResponseForm) -> None:
     """Raise RequestError for tools or thoughts that the model has no parser for."""
     choice = body.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
     if body.get("tools") and choice != "none" and not parsers.tools:
-        unless = {"type": "none"} if form is AnswerForm.MESSAGES else "none"
+        unless = {"type": "none"} if form is ResponseForm.MESSAGES else "none"
         raise RequestError(
             "`tools` need a parser of the model's tool calls, which this model is configured "
             "without. Set `engine: {tool_call_parser: NAME}` of the model in the server's "
             f'configuration, or send `"tool_choice": {json.dumps(unless)}`.',
             param="tools",
         )
-    thinking = body.get("thinking") if form is AnswerForm.MESSAGES else None
+    thinking = body.get("thinking") if form is ResponseForm.MESSAGES else None
     budget = isinstance(thinking, dict) and thinking.get("type") == "enabled"
     for field, asked in {
         "thinking": budget,
@@ -354,7 +354,7 @@ class AparExtension:
         except (RequestError, RecursionError) as error:
             if isinstance(error, RecursionError):
                 error = RequestError("The body is nested too deeply.")
-            answer = answer_for(error).in_form(route.form)
+            answer = response_for(error).in_form(route.form)
             await send(
                 {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
             )
@@ -401,7 +401,7 @@ class AparExtension:
         changed = changed or bool(nulls)
         if followed is not None:
             changed = write_terms(body, followed.terms) or changed
-        if route.form is AnswerForm.RESPONSES:
+        if route.form is ResponseForm.RESPONSES:
             # vLLM reads this id from the body only, and numbers its requests to the engine.
             body["request_id"] = engine_id.rpartition("_")[0]
             simplify_items(body.get("input"))
@@ -602,10 +602,10 @@ def _adds_text(event: Mapping[str, Any]) -> bool:
     return isinstance(delta, str) or (isinstance(delta, dict) and delta.get("type") in _TEXTS)
 
 
-_WRITERS: Mapping[AnswerForm, type[_AparWriter]] = {
-    AnswerForm.CHUNKS: _AparWriter,
-    AnswerForm.RESPONSES: _ResponseWriter,
-    AnswerForm.MESSAGES: _MessageWriter,
+_WRITERS: Mapping[ResponseForm, type[_AparWriter]] = {
+    ResponseForm.CHUNKS: _AparWriter,
+    ResponseForm.RESPONSES: _ResponseWriter,
+    ResponseForm.MESSAGES: _MessageWriter,
 }
 
 

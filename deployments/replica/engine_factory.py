@@ -41,7 +41,7 @@ from deployments.metrics.counting import Counter, Histogram
 from deployments.replica.apar_extension import Parsers
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.stream_start import start_streams_late
-from deployments.wire.errors import UnknownRouteError, answer_for
+from deployments.wire.errors import UnknownRouteError, response_for
 from deployments.wire.routes import MODELS_PATH, OPENAPI_PATH, ROUTES, form_of
 
 logger = logging.getLogger(__name__)
@@ -300,7 +300,7 @@ def refuse_missing_routes(app: FastAPI, model: str) -> None:
 
     async def refuse(request: Request) -> Response:
         error = UnknownRouteError(f"The model {model!r} does not serve {request.url.path}")
-        answer = answer_for(error).in_form(form_of(request.url.path))
+        answer = response_for(error).in_form(form_of(request.url.path))
         return Response(answer.body, answer.status, media_type="application/json")
 
     served = {getattr(route, "path", None) for route in app.routes}

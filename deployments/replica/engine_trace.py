@@ -20,7 +20,7 @@ from deployments.tracing.thread_spans import (
     make_thread_spans,
 )
 from deployments.tracing.tracing import Tracing
-from deployments.wire.answer import AnswerEnd
+from deployments.wire.response import ResponseEnd
 
 if TYPE_CHECKING:
     from apar_core.vllm_names import EngineCoreOutput
@@ -101,7 +101,7 @@ class EngineTrace:
         else:
             self._num_dropped += 1
 
-    def end(self, cost: AnswerEnd, *, broken: bool) -> None:
+    def end(self, cost: ResponseEnd, *, broken: bool) -> None:
         """Make the spans; `broken` means that the replica cannot continue the request."""
         end_s = time.monotonic()
         engine = self._span(
@@ -138,7 +138,7 @@ class EngineTrace:
         )
         decode.end(self._clock.ns(self._last_s if all_ended else end_s))
 
-    def _engine_facts(self, cost: AnswerEnd) -> dict[str, str | int]:
+    def _engine_facts(self, cost: ResponseEnd) -> dict[str, str | int]:
         facts: dict[str, str | int] = {names.REPLICA_ID: self._replica_id}
         if self._began_s is None:
             return facts

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from deployments.wire.answer import ends_answer
 from deployments.wire.frames import (
     Address,
     Call,
@@ -26,6 +25,7 @@ from deployments.wire.frames import (
 )
 from deployments.wire.handshake import TOKEN_BYTES, HandshakeError, admit_gateway
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import ends_response
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Listener:
         last = b""
         try:
             async for part in parts:
-                if ends_answer(part):
+                if ends_response(part):
                     last = part_frames(part)
                 else:
                     writer.write(part_frames(part))

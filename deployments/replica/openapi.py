@@ -7,7 +7,7 @@ from typing import Any
 
 from deployments.replica.apar_extension import REFUSED_FIELDS, AparOptions
 from deployments.wire.own_routes import OWN_OPERATIONS
-from deployments.wire.routes import OPENAPI_PATH, ROUTES, AnswerForm, form_of
+from deployments.wire.routes import OPENAPI_PATH, ROUTES, ResponseForm, form_of
 
 OFFERED: Mapping[str, tuple[str, ...]] = {
     **{path: (route.method,) for path, route in ROUTES.items() if path != OPENAPI_PATH},
@@ -120,7 +120,7 @@ def _operation(path: str, item: Mapping[str, Any], method: str) -> dict[str, Any
     """Describe one route, with vLLM's successful response and our errors."""
     own = OWN_OPERATIONS.get(path, {}).get(method)
     operation = copy.deepcopy(dict(own or item.get(method.lower(), {})))
-    error = "AnthropicError" if form_of(path) is AnswerForm.MESSAGES else "Error"
+    error = "AnthropicError" if form_of(path) is ResponseForm.MESSAGES else "Error"
     given = operation.get("responses", {})
     found = {status: given[status] for status in ("200", "201") if status in given}
     errors = {

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from deployments.config.routing import RoutingPolicy, RoutingSettings
 from deployments.routing.table import Forecast, Forecaster, ReplicaTable
-from deployments.wire.answer import AnswerEnd
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
+from deployments.wire.response import ResponseEnd
 
 _MAX_RELEASED = 8192
 # Longer than it takes a request to reach its replica, and a report to come back.
@@ -142,7 +142,7 @@ class Router(ABC):
         if len(self._released) > _MAX_RELEASED:
             self._released.popitem(last=False)
 
-    def ended(self, request_id: str, end: AnswerEnd | None, now_s: float) -> None:
+    def ended(self, request_id: str, end: ResponseEnd | None, now_s: float) -> None:
         """Forget a finished request and learn its cost, if that is known."""
         self.released(request_id, now_s)
         sent = self._released.pop(request_id, None)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 
 from deployments.config.routing import RoutingSettings
 from deployments.routing.policies import Reason, build_router
-from deployments.wire.answer import AnswerEnd
 from deployments.wire.frames import Address
 from deployments.wire.handshake import PROTOCOL
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
+from deployments.wire.response import ResponseEnd
 
 Clock = Callable[[], float]
 CapacityListener = Callable[[int], None]
@@ -133,7 +133,7 @@ class SharedRouter:
         with self._lock:
             self._router.released(request_id, self._now(), replica_id=replica_id)
 
-    def ended(self, request_id: str, end: AnswerEnd | None) -> None:
+    def ended(self, request_id: str, end: ResponseEnd | None) -> None:
         """Forget a finished request and learn its cost, if that is known."""
         with self._lock:
             self._router.ended(request_id, end, self._now())
@@ -208,7 +208,7 @@ class Routers:
         for router in list(self._routers.values()):
             router.configure(settings)
 
-    def ended(self, deployment: str, request_id: str, end: AnswerEnd | None) -> None:
+    def ended(self, deployment: str, request_id: str, end: ResponseEnd | None) -> None:
         """Report the end of a request, exactly once for each one that was sent.
 
         `end` is its cost, None if unknown. Without this call a request that was cancelled on its

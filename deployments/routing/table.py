@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.wire.answer import AnswerEnd
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
+from deployments.wire.response import ResponseEnd
 
 T = TypeVar("T", float, NDArray[np.float64])
 
@@ -112,7 +112,7 @@ class Forecaster:
         generated *= choices
         return Forecast(choices * threads, path, generated, hint.prompt_tokens + generated)
 
-    def learn(self, hint: RequestHint, end: AnswerEnd) -> None:
+    def learn(self, hint: RequestHint, end: ResponseEnd) -> None:
         """Add a finished request to the means; one that generated nothing is ignored."""
         if end.generated_tokens > 0 and end.critical_path_tokens > 0:
             generated = end.generated_tokens / max(hint.num_choices, 1)

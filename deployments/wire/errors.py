@@ -28,7 +28,7 @@
           EnginesDiedError           500 engine_lost_twice
           NoReplicaError             503 replica_unavailable
 
-`answer_for` turns refusals and lost replicas into answers; the rest becomes `INTERNAL_ERROR`.
+`response_for` turns refusals and lost replicas into answers; the rest becomes `INTERNAL_ERROR`.
 """
 
 import ast
@@ -40,8 +40,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from apar_core.errors import AparError, CapacityError, EngineError, RequestError
-from deployments.wire.answer import Headers
-from deployments.wire.routes import AnswerForm
+from deployments.wire.response import Headers
+from deployments.wire.routes import ResponseForm
 
 JSON_TYPE = (b"content-type", b"application/json")
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -343,7 +343,7 @@ class NoReplicaError(ReplicaLostError):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorAnswer:
+class ErrorResponse:
     """An error as it is sent: as a whole answer, or as the last events of a stream.
 
     In Anthropic's form the error also has `code`, and `param` if a field is wrong.
@@ -356,9 +356,9 @@ class ErrorAnswer:
     retry_after_s: float | None = None
     kind: str | None = None
     extra_headers: tuple[tuple[bytes, bytes], ...] = ()
-    form: AnswerForm = AnswerForm.CHUNKS
+    form: ResponseForm = ResponseForm.CHUNKS
 
-    def in_form(self, form: AnswerForm) -> "ErrorAnswer":
+    def in_form(self, form: ResponseForm) -> "ErrorResponse":
         """Return the error in another form."""
         return self if form is self.form else replace(self, form=form)
 
@@ -369,7 +369,7 @@ class ErrorAnswer:
 
     @property
     def _fields(self) -> dict[str, Any]:
-        if self.form is AnswerForm.MESSAGES:
+        if self.form is ResponseForm.MESSAGES:
             usual = "api_error" if self.status >= 500 else "invalid_request_error"
             error = {"type": _ANTHROPIC_TYPES.get(self.status, usual), "message": self.message}
             named = {"param": self.param, "code": self.code}
@@ -397,11 +397,11 @@ class ErrorAnswer:
     def events(self, before: bytes = b"") -> bytes:
         """The error event and the end of a stream; `before` is the last piece of the stream."""
         match self.form:
-            case AnswerForm.CHUNKS:
+            case ResponseForm.CHUNKS:
                 return b"data: " + self.body + b"\n\n" + DONE_EVENT
-            case AnswerForm.MESSAGES:
+            case ResponseForm.MESSAGES:
                 return named_event(self._fields)
-            case AnswerForm.RESPONSES:
+            case ResponseForm.RESPONSES:
                 numbers = _SEQUENCE_NUMBER.findall(before)
                 event = {"type": "error", "code": self.code or self._fields["error"]["type"]}
                 event |= {"message": self.message, "param": self.param}
@@ -416,13 +416,13 @@ def named_event(fields: dict[str, Any]) -> bytes:
     return b"event: " + str(fields["type"]).encode() + b"\ndata: " + text.encode() + b"\n\n"
 
 
-INTERNAL_ERROR = ErrorAnswer(
+INTERNAL_ERROR = ErrorResponse(
     AparError.status, "The server failed to answer this request.", code=AparError.code
 )
 """Answer to a request that failed unexpectedly; the reason belongs in the log."""
 
 
-def answer_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorAnswer:
+def response_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorResponse:
     """Return the answer to a request that was refused, or whose replica was lost."""
     message = str(error)
     if isinstance(error, ReplicaLostError | StoreError):
@@ -440,7 +440,7 @@ def answer_for(error: RequestError | CapacityError | ReplicaLostError) -> ErrorA
         extra_headers = ((b"accept-encoding", ", ".join(CODINGS).encode()),)
     if isinstance(error, RateLimitError):
         kind = error.kind
-    return ErrorAnswer(
+    return ErrorResponse(
         error.status,
         message,
         param=error.param,
@@ -481,11 +481,11 @@ def _word(value: object) -> str:
     return text if isinstance(value, str | int) and _WORD.fullmatch(text) else "unknown"
 
 
-def normalised_events(events: bytes, form: AnswerForm) -> bytes:
+def normalised_events(events: bytes, form: ResponseForm) -> bytes:
     """Rewrite the error events with which vLLM ends a failed stream, as `normalised` does."""
-    begin = ERROR_EVENTS[form is AnswerForm.MESSAGES]
+    begin = ERROR_EVENTS[form is ResponseForm.MESSAGES]
     # The content of an answer is JSON, in which these quotes and line ends are escaped.
-    if form is AnswerForm.RESPONSES or begin not in events:
+    if form is ResponseForm.RESPONSES or begin not in events:
         return events
     return b"".join(
         _normalised_event(event, form) if event.startswith(begin) else event
@@ -493,14 +493,16 @@ def normalised_events(events: bytes, form: AnswerForm) -> bytes:
     )
 
 
-def _normalised_event(event: bytes, form: AnswerForm) -> bytes:
+def _normalised_event(event: bytes, form: ResponseForm) -> bytes:
     body = event.strip().rpartition(b"data: ")[2]
     try:
         code = json.loads(body)["error"].get("code")
     except (ValueError, LookupError, TypeError, AttributeError):
         code = None
     body = normalised(code if isinstance(code, int) else AparError.status, body, form)
-    return named_event(json.loads(body)) if form is AnswerForm.MESSAGES else b"data: %s\n\n" % body
+    return (
+        named_event(json.loads(body)) if form is ResponseForm.MESSAGES else b"data: %s\n\n" % body
+    )
 
 
 def plain_message(message: str, param: str | None) -> str:
@@ -540,7 +542,7 @@ def _problems(lines: str) -> str:
     )
 
 
-def normalised(status: int, body: bytes, form: AnswerForm = AnswerForm.CHUNKS) -> bytes:
+def normalised(status: int, body: bytes, form: ResponseForm = ResponseForm.CHUNKS) -> bytes:
     """Rewrite vLLM's error body in a form of ours.
 
     vLLM puts the status into `code` and the Python exception into `type`, and prefixes the name of
@@ -554,7 +556,7 @@ def normalised(status: int, body: bytes, form: AnswerForm = AnswerForm.CHUNKS) -
     if not isinstance(error, dict):
         detail = answer.get("detail") if isinstance(answer, dict) else None
         text = detail if isinstance(detail, str) else body.decode(errors="replace")
-        return ErrorAnswer(status, text or f"HTTP {status}", form=form).body
+        return ErrorResponse(status, text or f"HTTP {status}", form=form).body
     param = error.get("param")
     if isinstance(param, str):
         param = param.removeprefix("body.") or None
@@ -562,7 +564,7 @@ def normalised(status: int, body: bytes, form: AnswerForm = AnswerForm.CHUNKS) -
     code = error.get("code")
     if param in _PROMPT_LENGTHS:
         param, code = None, PromptTooLongError.code
-    return ErrorAnswer(
+    return ErrorResponse(
         status,
         plain_message(str(error.get("message", f"HTTP {status}")), param),
         param=param,

@@ -4,9 +4,9 @@ Values are encoded as MessagePack and decoded into their declared types, so a fr
 reading one runs no code that the other end has chosen. Each kind has a largest length.
 
 A connection begins with a handshake (`wire/handshake.py`). Then the gateway sends one `Call` at a
-time. The replica answers with `Reply.FULL`, or with `Reply.ACCEPTED` and the parts of the answer
-(`wire/answer.py`), of which an `AnswerEnd` or `AnswerBroken` is the last. A gateway that closes the
-connection cancels the call.
+time. The replica answers with `Reply.FULL`, or with `Reply.ACCEPTED` and the parts of the response
+(`wire/response.py`), of which a `ResponseEnd` or `ResponseBroken` is the last. A gateway that
+closes the connection cancels the call.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.msgpack import Decoder, Encoder
 
-from deployments.wire.answer import (
-    AnswerBroken,
-    AnswerEnd,
-    AnswerPart,
-    AnswerStart,
-    Piece,
-)
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import (
+    Piece,
+    ResponseBroken,
+    ResponseEnd,
+    ResponsePart,
+    ResponseStart,
+)
 
 _HEADER = struct.Struct(">BI")
 _MAX_LENGTH = 2**32 - 1
@@ -81,10 +81,10 @@ def max_call_bytes(max_body_bytes: int) -> int:
 _MAX_BYTES: dict[type, int] = {
     Call: _MAX_LENGTH,
     Reply: 64,
-    AnswerStart: _SLICE_BYTES + _JOURNAL_BYTES,
+    ResponseStart: _SLICE_BYTES + _JOURNAL_BYTES,
     Piece: _SLICE_BYTES + _JOURNAL_BYTES,
-    AnswerEnd: 4096,
-    AnswerBroken: 65_536,
+    ResponseEnd: 4096,
+    ResponseBroken: 65_536,
 }
 _TYPES = tuple(_MAX_BYTES)
 _NUMBERS = {kind: number for number, kind in enumerate(_TYPES)}
@@ -94,7 +94,7 @@ _REPLIES = {_NUMBERS[Reply]: _MAX_BYTES[Reply]}
 _PARTS = {_NUMBERS[kind]: _MAX_BYTES[kind] for kind in _TYPES if kind not in (Call, Reply)}
 
 
-def frame(value: Call | Reply | AnswerPart) -> bytes:
+def frame(value: Call | Reply | ResponsePart) -> bytes:
     """Return a value's frame. Raises TypeError for another type, and ValueError if too long."""
     kind = type(value)
     number = _NUMBERS.get(kind)
@@ -106,18 +106,18 @@ def frame(value: Call | Reply | AnswerPart) -> bytes:
     return _HEADER.pack(number, len(data)) + data
 
 
-def part_frames(part: AnswerPart | tuple[AnswerStart, AnswerEnd]) -> bytes:
+def part_frames(part: ResponsePart | tuple[ResponseStart, ResponseEnd]) -> bytes:
     """Return the frames of a part of an answer; more than one if it is whole or its body long."""
     if isinstance(part, tuple) and not isinstance(part, Piece):
         start, end = part
         return part_frames(start) + part_frames(end)
-    if not isinstance(part, AnswerStart | Piece) or len(part.body) <= _SLICE_BYTES:
+    if not isinstance(part, ResponseStart | Piece) or len(part.body) <= _SLICE_BYTES:
         return frame(part)
     body = part.body
     first, *rest = (body[at : at + _SLICE_BYTES] for at in range(0, len(body), _SLICE_BYTES))
     # The journal goes first: it covers at least the text of all pieces so far.
     begin = (
-        replace(part, body=first) if isinstance(part, AnswerStart) else part._replace(body=first)
+        replace(part, body=first) if isinstance(part, ResponseStart) else part._replace(body=first)
     )
     return b"".join([frame(begin), *(frame(Piece(each)) for each in rest)])
 
@@ -134,12 +134,12 @@ async def read_reply(reader: asyncio.StreamReader) -> Reply:
     return reply
 
 
-async def read_part(reader: asyncio.StreamReader) -> AnswerPart:
+async def read_part(reader: asyncio.StreamReader) -> ResponsePart:
     """Return the next part of an answer.
 
     Raises FrameError, after which the connection is of no use, and IncompleteReadError at its end.
     """
-    part: AnswerPart = await _read(reader, _PARTS)
+    part: ResponsePart = await _read(reader, _PARTS)
     return part
 
 

@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import Journal
-from deployments.wire.answer import Headers
+from deployments.wire.response import Headers
 
 MAX_DEADLINE_MS = 86_400_000
 MAX_EXPECTED_TOKENS = 2**24

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class AnswerForm(Enum):
+class ResponseForm(Enum):
     """Form of errors and grammar of streams.
 
     `CHUNKS`: OpenAI's errors; unnamed events up to `[DONE]`. `RESPONSES`: OpenAI's errors; named,
@@ -55,7 +55,7 @@ class Route:
     shape: BodyShape = BodyShape()
     engine_id: str | None = None
     forks: bool = False
-    form: AnswerForm = AnswerForm.CHUNKS
+    form: ResponseForm = ResponseForm.CHUNKS
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -107,7 +107,7 @@ ROUTES: Mapping[str, Route] = {
         # vLLM numbers the turns that built-in tools lead to; `apar serve` has no such tools.
         "resp_{}_0",
         forks=True,
-        form=AnswerForm.RESPONSES,
+        form=ResponseForm.RESPONSES,
         refused={
             "store": _NOT_STORED,
             "background": _NOT_STORED,
@@ -121,9 +121,9 @@ ROUTES: Mapping[str, Route] = {
         _MESSAGES,
         "chatcmpl-{}",
         forks=True,
-        form=AnswerForm.MESSAGES,
+        form=ResponseForm.MESSAGES,
     ),
-    "/v1/messages/count_tokens": Route("POST", _MESSAGES, form=AnswerForm.MESSAGES),
+    "/v1/messages/count_tokens": Route("POST", _MESSAGES, form=ResponseForm.MESSAGES),
     "/v1/embeddings": Route("POST", _POOLING, "embd-{}"),
     "/pooling": Route("POST", _POOLING, "pooling-{}"),
     "/classify": Route("POST", _POOLING, "classify-{}"),
@@ -143,10 +143,10 @@ STORED_RESPONSES = "/v1/responses/"
 """Start of the paths of stored responses, of which there are none."""
 
 
-def form_of(path: str) -> AnswerForm:
+def form_of(path: str) -> ResponseForm:
     """Return the form of a path's answers; for an unknown path, OpenAI's."""
     route = ROUTES.get(path)
-    return AnswerForm.CHUNKS if route is None else route.form
+    return ResponseForm.CHUNKS if route is None else route.form
 
 
 def generates(path: str) -> bool:

@@ -11,8 +11,8 @@ from deployments.config.keys import KeyConfig, hash_of
 from deployments.gateway.gateway import Gateway
 from deployments.gateway.settings import GatewaySettings, ServedModel
 from deployments.relay.relay import Progress
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from deployments.wire.start import StartReport
 
 JSON = [(b"content-type", b"application/json"), (b"content-length", b"999")]
@@ -24,10 +24,10 @@ class FakeReplicas:
     """The replicas of a model, which all give the same answer; raises errors among its parts."""
 
     def __init__(
-        self, *parts: AnswerStart | Piece | Exception, end: AnswerEnd | None = None
+        self, *parts: ResponseStart | Piece | Exception, end: ResponseEnd | None = None
     ) -> None:
         self.parts = parts
-        self.end = end or AnswerEnd()
+        self.end = end or ResponseEnd()
         self.requests: list[RelayedRequest] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -45,7 +45,7 @@ class FakeReplicas:
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         self.requests.append(request)
         try:
             await self.gate.wait()
@@ -59,16 +59,16 @@ class FakeReplicas:
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         async for part in self.stream(request):
-            assert isinstance(part, AnswerStart)
+            assert isinstance(part, ResponseStart)
             return part, self.end
         raise AssertionError("no answer is set")
 
 
-def answering(*, end: AnswerEnd | None = None) -> FakeReplicas:
+def answering(*, end: ResponseEnd | None = None) -> FakeReplicas:
     """Replicas that answer with an empty JSON object."""
-    return FakeReplicas(AnswerStart(200, JSON, b"{}"), end=end)
+    return FakeReplicas(ResponseStart(200, JSON, b"{}"), end=end)
 
 
 def settings_of(num_models: int, *, max_queued: int = 0, **settings: Any) -> GatewaySettings:

@@ -275,7 +275,7 @@ def test_a_cycle_is_found_wherever_its_imports_stand() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "num_violations"),
     [
-        ("deployments/relay/relay.py", "from deployments.wire.errors import answer_for", 0),
+        ("deployments/relay/relay.py", "from deployments.wire.errors import response_for", 0),
         ("deployments/relay/relay.py", "from deployments.gateway.body import RequestBody", 1),
         ("deployments/wire/errors.py", "def late():\n    import deployments.relay.relay", 1),
         ("deployments/gateway/gateway.py", "from deployments.replica import asgi", 1),

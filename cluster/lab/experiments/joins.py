@@ -113,7 +113,7 @@ class JoinedQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Response:
     """An answer for the driver to check; text tokens are those of the recorded answer."""
 
     answer_id: str
@@ -122,8 +122,8 @@ class _Answer:
     text_tokens: int
 
 
-def _answer(question: JoinedQuestion, flat: list[int]) -> _Answer:
-    return _Answer(question.answer_id, question.category, flat, len(question.plain) - 1)
+def _answer(question: JoinedQuestion, flat: list[int]) -> _Response:
+    return _Response(question.answer_id, question.category, flat, len(question.plain) - 1)
 
 
 class OneSequence:

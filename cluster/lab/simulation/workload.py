@@ -29,8 +29,8 @@ from cluster.lab.virtual.text import TEXT_IDS, virtual_text
 from cluster.loadtest.arrivals import GammaArrivals, read_timestamps
 from cluster.loadtest.replay_answers import ReplayAnswer, replay_answer
 from cluster.loadtest.trace import read_trace
-from deployments.wire.answer import AnswerEnd
 from deployments.wire.request import RequestHint
+from deployments.wire.response import ResponseEnd
 
 NUM_APPLICATIONS = 20
 SHARE_OF_APPLICATIONS = 0.5
@@ -68,10 +68,10 @@ class Answer:
         """Tokens of the restored text."""
         return len(self.flat) - 1
 
-    def end(self, prompt_tokens: int, *, forked: bool) -> AnswerEnd:
+    def end(self, prompt_tokens: int, *, forked: bool) -> ResponseEnd:
         """Return the cost that a replica reports for the whole answer."""
         scripts = self.threads if forked else {"": self.flat}
-        return AnswerEnd(
+        return ResponseEnd(
             prompt_tokens=prompt_tokens,
             generated_tokens=sum(map(len, scripts.values())),
             threads=len(scripts),

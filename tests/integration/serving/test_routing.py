@@ -18,9 +18,9 @@ from deployments.config.routing import RoutingSettings
 from deployments.gateway.body import RequestBody
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import ROUTERS, SharedRouter
-from deployments.wire.answer import AnswerEnd, AnswerStart
 from deployments.wire.errors import ReplicaLostError
 from deployments.wire.request import RelayedRequest, RequestHint, RequestTerms
+from deployments.wire.response import ResponseEnd, ResponseStart
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CAP = 4
@@ -65,14 +65,14 @@ class Client:
     async def parts(self, request: RelayedRequest) -> AsyncGenerator[Any, None]:
         """Yield the parts of an answer and note its replica."""
         request_id = request.terms.request_id or ""
-        end: AnswerEnd | None = None
+        end: ResponseEnd | None = None
         try:
             async with aclosing(self.calls.stream(request)) as parts:
                 async for part in parts:
-                    if isinstance(part, AnswerStart):
+                    if isinstance(part, ResponseStart):
                         assert part.status == 200, part.body
                         self.places[request_id] = self.router.replica_of(request_id) or ""
-                    if isinstance(part, AnswerEnd):
+                    if isinstance(part, ResponseEnd):
                         end = part
                     yield part
         finally:

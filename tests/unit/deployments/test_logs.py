@@ -13,7 +13,7 @@ from apar_core.errors import CapacityError
 from deployments.config import ClusterConfig
 from deployments.config.logging import LoggingConfig
 from deployments.logs import LogFollower, ProcessLogs, log_folder, shown_logs
-from deployments.wire.answer import AnswerStart
+from deployments.wire.response import ResponseStart
 from tests.fakes.log_files import lines, process_logs
 from tests.fakes.replicas import JSON, FakeReplicas, client
 from tests.fakes.waiting import wait_until
@@ -64,7 +64,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
 async def test_while_the_disk_hangs_requests_go_on_and_a_bounded_number_of_lines_waits(
     disk: HangingDisk, logs: ProcessLogs, tmp_path: Path
 ) -> None:
-    http = client(FakeReplicas(AnswerStart(200, JSON, b"{}")), logging=LoggingConfig(content=True))
+    http = client(
+        FakeReplicas(ResponseStart(200, JSON, b"{}")), logging=LoggingConfig(content=True)
+    )
     # 40 lines of a million characters; 32 of them may wait.
     body = {"model": "m", "prompt": "x" * 1_000_000}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.loadtest.client import AnswerStream, NotAStreamError, StreamError
+from cluster.loadtest.client import NotAStreamError, ResponseStream, StreamError
 
 
 def event(text: str | None = None, **fields: Any) -> bytes:
@@ -27,7 +27,7 @@ WHOLE = (
 @pytest.mark.parametrize("size", [1, 2, 7, len(WHOLE)])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 def test_a_stream_may_be_split_anywhere(size: int, line_end: bytes) -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
     whole = WHOLE.replace(b"\n", line_end)
 
     for start in range(0, len(whole), size):
@@ -42,7 +42,7 @@ def test_a_stream_may_be_split_anywhere(size: int, line_end: bytes) -> None:
 
 
 def test_an_event_s_data_may_have_several_lines() -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     stream.feed(b'data: {"choices": [\ndata:   {"delta": {"content":\ndata: "x"}}]}\n\n', 1.0)
 
@@ -65,7 +65,7 @@ def test_an_event_s_data_may_have_several_lines() -> None:
     ],
 )
 def test_pings_comments_and_usage_without_choices_are_no_failures(event: bytes) -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     stream.feed(event + WHOLE.replace(b"\n\n", b"\n\n" + event), 1.0)
 
@@ -74,7 +74,7 @@ def test_pings_comments_and_usage_without_choices_are_no_failures(event: bytes) 
 
 
 def test_a_byte_order_mark_may_begin_the_stream() -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     stream.feed(b"\xef\xbb\xbf" + event("a"), 1.0)
 
@@ -82,7 +82,7 @@ def test_a_byte_order_mark_may_begin_the_stream() -> None:
 
 
 def test_a_paragraph_is_complete_at_the_line_break_behind_its_text() -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     for time_s, text in enumerate(["\n", "  \nFirst", " words", ".\n\nSecond", " more\n"]):
         stream.feed(event(text), float(time_s))
@@ -91,7 +91,7 @@ def test_a_paragraph_is_complete_at_the_line_break_behind_its_text() -> None:
 
 
 def test_an_empty_piece_is_no_text() -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     stream.feed(event("") + event("word"), 2.0)
 
@@ -99,7 +99,7 @@ def test_an_empty_piece_is_no_text() -> None:
 
 
 def test_reasoning_text_counts() -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     stream.feed(event(choices=[{"delta": {"reasoning_content": "hm"}}]), 1.0)
 
@@ -107,7 +107,7 @@ def test_reasoning_text_counts() -> None:
 
 
 def test_usage_comes_after_the_answer_s_end() -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     stream.feed(event("word"), 1.0)
     stream.feed(event(choices=[{"delta": {}, "finish_reason": "stop"}]), 2.0)
@@ -117,7 +117,7 @@ def test_usage_comes_after_the_answer_s_end() -> None:
 
 
 def test_an_error_within_the_stream_is_raised_with_its_message() -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     with pytest.raises(StreamError, match="the engine died"):
         stream.feed(b'data: {"error": {"message": "the engine died"}}\n\n', 1.0)
@@ -139,7 +139,7 @@ def test_an_error_within_the_stream_is_raised_with_its_message() -> None:
     ],
 )
 def test_an_invalid_chunk_is_refused(payload: bytes) -> None:
-    stream = AnswerStream()
+    stream = ResponseStream()
 
     with pytest.raises(NotAStreamError):
         stream.feed(b"data: " + payload + b"\n\n", 1.0)

@@ -16,8 +16,8 @@ from deployments.config.limits import LimitsConfig
 from deployments.config.model import ModelConfig
 from deployments.gateway.callers import Caller
 from deployments.gateway.gateway import Gateway
-from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import RateLimitError
+from deployments.wire.response import ResponseStart
 from tests.fakes.replicas import JSON, FakeReplicas, settings_of
 
 KEY = KeyConfig(name="a", hash=hash_of("a"), requests_per_minute=2, max_threads=2)
@@ -40,7 +40,7 @@ async def member(
 ) -> tuple[Gateway, GroupMember]:
     monkeypatch.setattr(gateway_group, "ActorCalls", lambda: InProcess(state))
     settings = settings_of(1, keys=(KEY,), limits=LimitsConfig(**limits), gateways=2)
-    gateway = Gateway(settings, [FakeReplicas(AnswerStart(200, JSON, b"{}"))])
+    gateway = Gateway(settings, [FakeReplicas(ResponseStart(200, JSON, b"{}"))])
     group = GroupMember(gateway, name, settings.num_gateways)
     await group.join()
     return gateway, group

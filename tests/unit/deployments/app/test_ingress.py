@@ -19,7 +19,7 @@ from deployments.config.routing import RoutingPolicy, RoutingSettings
 from deployments.gateway.settings import GatewaySettings
 from deployments.metrics.catalogue import SETTINGS_REFUSED
 from deployments.routing.shared_router import ROUTERS
-from deployments.wire.answer import AnswerStart
+from deployments.wire.response import ResponseStart
 from tests.fakes.bare_ingress import BareIngress
 from tests.fakes.replicas import CHAT, JSON, FakeReplicas, settings_of
 
@@ -27,7 +27,7 @@ from tests.fakes.replicas import CHAT, JSON, FakeReplicas, settings_of
 async def test_autoscaling_counts_only_requests_that_more_replicas_could_serve(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     replicas.gate.clear()
     monkeypatch.setattr(ingress_module, "HandleCalls", lambda _: replicas)
     keys = (

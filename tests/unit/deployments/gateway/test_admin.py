@@ -10,17 +10,17 @@ from jsonschema import Draft202012Validator
 
 from deployments.config.key_store import KeyStoreConfig
 from deployments.gateway.gateway import Gateway
-from deployments.wire.answer import AnswerEnd
 from deployments.wire.own_routes import OWN_OPERATIONS
+from deployments.wire.response import ResponseEnd
 from tests.fakes.clock import Clock
 from tests.fakes.replicas import CHAT, answering, bearer, client_of, gateway_of, key
 
 ADMIN = bearer("root")
-END = AnswerEnd(prompt_tokens=30, generated_tokens=50, threads=4, forks=3)
+END = ResponseEnd(prompt_tokens=30, generated_tokens=50, threads=4, forks=3)
 BODY = {"messages": [{"role": "user", "content": "x" * 40}]}
 
 
-def gateway(folder: Path, *keys: Any, end: AnswerEnd = END) -> Gateway:
+def gateway(folder: Path, *keys: Any, end: ResponseEnd = END) -> Gateway:
     return gateway_of(
         answering(end=end),
         keys=(key("root", admin=True), *keys),

@@ -8,8 +8,8 @@ import pytest
 
 from apar_core.errors import CapacityError
 from deployments.config.limits import LimitsConfig
-from deployments.wire.answer import AnswerStart, Piece
 from deployments.wire.errors import BodyTooLargeError, ReplicaLostError
+from deployments.wire.response import Piece, ResponseStart
 from tests.fakes.replicas import (
     CHAT,
     EVENTS,
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("simulated_time")
 
 
 async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"a":1}'))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b'{"a":1}'))
 
     answer = await client(replicas).post(CHAT, json={"model": "m"}, headers={"x-request-id": "r"})
 
@@ -38,7 +38,7 @@ async def test_a_whole_answer_is_passed_on_with_its_own_length() -> None:
 
 
 async def test_a_stream_is_passed_on() -> None:
-    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), Piece(b"data: [DONE]\n\n"))
+    replicas = FakeReplicas(ResponseStart(200, EVENTS, b"data: 1\n\n"), Piece(b"data: [DONE]\n\n"))
 
     answer = await client(replicas).post(CHAT, json={"stream": True})
 
@@ -48,7 +48,7 @@ async def test_a_stream_is_passed_on() -> None:
 
 @pytest.mark.parametrize("first", [b"data: 1\n\n", b"data: {cut in ha"])
 async def test_a_stream_whose_replica_dies_ends_with_an_error_event(first: bytes) -> None:
-    replicas = FakeReplicas(AnswerStart(200, EVENTS, first), ReplicaLostError("dead"))
+    replicas = FakeReplicas(ResponseStart(200, EVENTS, first), ReplicaLostError("dead"))
 
     events = (await client(replicas).post(CHAT, json={"stream": True})).text.split("\n\n")
 
@@ -60,7 +60,7 @@ async def test_a_stream_whose_replica_dies_ends_with_an_error_event(first: bytes
 
 async def test_a_stream_that_was_complete_gets_no_second_end() -> None:
     replicas = FakeReplicas(
-        AnswerStart(200, EVENTS, b"data: 1\n\ndata: [DO"),
+        ResponseStart(200, EVENTS, b"data: 1\n\ndata: [DO"),
         Piece(b"NE]\n\n"),
         ReplicaLostError("dead"),
     )
@@ -101,7 +101,7 @@ async def test_an_unexpected_failure_is_a_500_with_an_error_body(
     [KeyError("a bug"), (b"data: 2\n\n", (), 1)],
 )
 async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event(part: Any) -> None:
-    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"), part)
+    replicas = FakeReplicas(ResponseStart(200, EVENTS, b"data: 1\n\n"), part)
 
     events = (await client(replicas).post(CHAT, json={"stream": True})).text.split("\n\n")
 
@@ -111,7 +111,7 @@ async def test_a_stream_that_fails_on_the_way_ends_with_an_error_event(part: Any
 
 async def test_an_error_before_a_stream_begins_is_one_json_answer() -> None:
     replicas = FakeReplicas(
-        AnswerStart(400, JSON, b'{"error":{"message":"no",'),
+        ResponseStart(400, JSON, b'{"error":{"message":"no",'),
         Piece(b'"param":"body.n","code":400}}'),
     )
 
@@ -198,7 +198,7 @@ async def test_unknown_routes_and_methods(method: str, path: str, status: int) -
 
 
 async def test_a_full_queue_refuses_requests_until_one_ends() -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(replicas, max_queued=1)
     inside = [asyncio.create_task(http.post(CHAT, json={})) for _ in range(3)]
@@ -219,7 +219,7 @@ async def test_a_full_queue_refuses_requests_until_one_ends() -> None:
 async def test_a_client_that_leaves_cancels_its_call_and_gives_its_place_back(
     streaming: bool,
 ) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(replicas)
     tasks = [asyncio.create_task(http.post(CHAT, json={"stream": streaming})) for _ in range(2)]
@@ -234,7 +234,7 @@ async def test_a_client_that_leaves_cancels_its_call_and_gives_its_place_back(
 
 
 async def test_a_request_goes_to_the_replicas_of_its_model() -> None:
-    replicas = [FakeReplicas(AnswerStart(200, JSON, b"[%d]" % number)) for number in range(2)]
+    replicas = [FakeReplicas(ResponseStart(200, JSON, b"[%d]" % number)) for number in range(2)]
 
     answer = await client(*replicas).post(CHAT, json={"model": "m1"})
 
@@ -243,7 +243,7 @@ async def test_a_request_goes_to_the_replicas_of_its_model() -> None:
 
 
 async def test_a_full_model_does_not_affect_another() -> None:
-    full, free = FakeReplicas(), FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    full, free = FakeReplicas(), FakeReplicas(ResponseStart(200, JSON, b"{}"))
     full.gate.clear()
     http = client(full, free)
     inside = [asyncio.create_task(http.post(CHAT, json={"model": "m"})) for _ in range(2)]
@@ -266,7 +266,7 @@ async def test_a_request_without_a_model_is_refused_if_there_are_several() -> No
 
 async def test_the_list_of_models_joins_all_cards_and_asks_for_each_once() -> None:
     replicas = [
-        FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
+        FakeReplicas(ResponseStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
         for name in ("m", "m1")
     ]
     http = client(*replicas)
@@ -279,7 +279,7 @@ async def test_the_list_of_models_joins_all_cards_and_asks_for_each_once() -> No
 
 
 async def test_the_list_of_models_includes_one_whose_replicas_do_not_answer() -> None:
-    alive = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1", "max_model_len": 9}]}'))
+    alive = FakeReplicas(ResponseStart(200, JSON, b'{"data": [{"id": "m1", "max_model_len": 9}]}'))
     dead = FakeReplicas(ReplicaLostError("dead"))
 
     answer = await client(dead, alive).get("/v1/models")
@@ -296,8 +296,8 @@ async def test_the_list_of_models_includes_one_whose_replicas_do_not_answer() ->
 
 
 async def test_the_list_of_models_does_not_wait_for_a_starting_replica() -> None:
-    alive = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
-    starting = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "whole": true}]}'))
+    alive = FakeReplicas(ResponseStart(200, JSON, b'{"data": [{"id": "m1"}]}'))
+    starting = FakeReplicas(ResponseStart(200, JSON, b'{"data": [{"id": "m", "whole": true}]}'))
     starting.gate.clear()
     http = client(starting, alive, models_wait_s=0.01)
 
@@ -312,7 +312,7 @@ async def test_the_list_of_models_does_not_wait_for_a_starting_replica() -> None
 
 async def test_the_list_of_models_wakes_no_model_and_keeps_cards_under_new_settings() -> None:
     card, changed = {"id": "m", "max_model_len": 9}, {"id": "m", "max_model_len": 5}
-    replicas = FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [card]}).encode()))
+    replicas = FakeReplicas(ResponseStart(200, JSON, json.dumps({"data": [card]}).encode()))
     replicas.num_running = 0
     gateway = gateway_of(replicas)
     http = client_of(gateway)
@@ -332,13 +332,13 @@ async def test_the_list_of_models_wakes_no_model_and_keeps_cards_under_new_setti
     assert len(replicas.requests) == 1
 
     replicas.num_running = 1
-    replicas.parts = (AnswerStart(200, JSON, json.dumps({"data": [changed]}).encode()),)
+    replicas.parts = (ResponseStart(200, JSON, json.dumps({"data": [changed]}).encode()),)
     assert await listed() == [changed]
 
 
 async def test_a_card_requested_before_a_change_is_not_kept() -> None:
     old, new = ({"id": "m", "max_model_len": length} for length in (9, 5))
-    replicas = FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [old]}).encode()))
+    replicas = FakeReplicas(ResponseStart(200, JSON, json.dumps({"data": [old]}).encode()))
     replicas.gate.clear()
     gateway = gateway_of(replicas)
     http = client_of(gateway)
@@ -347,7 +347,7 @@ async def test_a_card_requested_before_a_change_is_not_kept() -> None:
     assert len(replicas.requests) == 1
 
     await gateway.reconfigure(settings_of(1, keys=()), [replicas])
-    replicas.parts = (AnswerStart(200, JSON, json.dumps({"data": [new]}).encode()),)
+    replicas.parts = (ResponseStart(200, JSON, json.dumps({"data": [new]}).encode()),)
     replicas.gate.set()
     await asyncio.gather(*early)
 

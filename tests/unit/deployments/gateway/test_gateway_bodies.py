@@ -12,8 +12,8 @@ from starlette.types import Message
 from apar_core.errors import CapacityError
 from deployments.config.limits import LimitsConfig
 from deployments.gateway.body import MAX_CONTAINERS, MAX_VALUES, BodyBudget, HeldBody
-from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import ReplicaLostError
+from deployments.wire.response import ResponseStart
 from tests.fakes.replicas import (
     CHAT,
     JSON,
@@ -200,7 +200,7 @@ async def test_the_parsed_body_is_released_while_a_request_runs() -> None:
 async def test_a_description_takes_no_place_and_is_asked_for_once(
     path: str,
 ) -> None:
-    full = FakeReplicas(AnswerStart(200, JSON, b'{"version": "1"}'))
+    full = FakeReplicas(ResponseStart(200, JSON, b'{"version": "1"}'))
     http = client(full)
     assert (await http.get(path)).json() == {"version": "1"}
     full.gate.clear()
@@ -220,7 +220,7 @@ async def test_the_description_has_the_routes_of_all_models_that_the_key_may_use
         operations: dict[str, Any] = {"/a": {"post": {}}, "/b": {"post": {}}}
         operations[path] = {"post": {"requestBody": {"$ref": f"#/components/schemas/{schema}"}}}
         document = {"paths": operations, "components": {"schemas": {schema: {}, "Error": {}}}}
-        return FakeReplicas(AnswerStart(200, JSON, json.dumps(document).encode()))
+        return FakeReplicas(ResponseStart(200, JSON, json.dumps(document).encode()))
 
     keys = (key("both"), key("one", models=["m1"]))
     http = client(described("/a", "A"), described("/b", "B"), keys=keys)
@@ -235,7 +235,7 @@ async def test_the_description_has_the_routes_of_all_models_that_the_key_may_use
 
 
 async def test_at_most_one_request_for_a_description_is_at_a_replica() -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(replicas)
 
@@ -253,7 +253,7 @@ async def test_a_description_is_asked_for_again_after_a_failure() -> None:
     http = client(replicas, models_wait_s=0.01)
 
     lost = await http.get("/version")
-    replicas.parts = (AnswerStart(200, JSON, b"{}"),)
+    replicas.parts = (ResponseStart(200, JSON, b"{}"),)
     replicas.gate.clear()
     late = await http.get("/version")
     replicas.gate.set()
@@ -264,7 +264,7 @@ async def test_a_description_is_asked_for_again_after_a_failure() -> None:
 
 
 async def test_every_route_counts_in_the_rate_of_requests() -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"data": []}'))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b'{"data": []}'))
     http = client(replicas, keys=(key("a", requests_per_minute=3),))
 
     statuses = [
@@ -312,7 +312,7 @@ def test_callers_without_a_key_share_the_whole_budget() -> None:
 
 
 async def test_a_description_is_asked_of_a_running_model() -> None:
-    asleep, awake = (FakeReplicas(AnswerStart(200, JSON, b"{}")) for _ in range(2))
+    asleep, awake = (FakeReplicas(ResponseStart(200, JSON, b"{}")) for _ in range(2))
     asleep.num_running = 0
 
     assert (await client(asleep, awake).get("/version")).status_code == 200
@@ -321,7 +321,7 @@ async def test_a_description_is_asked_of_a_running_model() -> None:
 
 
 async def test_a_whole_answer_counts_in_the_budget_until_the_client_has_it() -> None:
-    large = FakeReplicas(AnswerStart(200, JSON, b"x" * 2500))
+    large = FakeReplicas(ResponseStart(200, JSON, b"x" * 2500))
     gateway = gateway_of(large, limits=LimitsConfig(max_body_bytes=1000, max_held_body_bytes=4000))
     reading = asyncio.Event()
 

@@ -13,9 +13,9 @@ from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
 from deployments.gateway.models import Model
 from deployments.relay.relay import Progress
-from deployments.wire.answer import AnswerEnd, AnswerStart, Headers, Piece
 from deployments.wire.errors import ReplicaLostError
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Headers, Piece, ResponseEnd, ResponseStart
 from tests.fakes.replicas import (
     CHAT,
     EVENTS,
@@ -114,20 +114,20 @@ async def test_the_cost_of_a_whole_answer_whose_client_left_is_unknown(left: lis
         ([ReplicaLostError("dead")], True, False, "900"),
         # A stream has reported all of its tokens.
         (
-            [AnswerStart(200, EVENTS, b"x", num_tokens=5), ReplicaLostError("dead")],
+            [ResponseStart(200, EVENTS, b"x", num_tokens=5), ReplicaLostError("dead")],
             True,
             True,
             "791",
         ),
-        ([AnswerStart(400, JSON, b"{}")], True, True, "900"),
-        ([AnswerStart(200, EVENTS, b"x"), Piece(b"y", num_tokens=5)], True, True, "880"),
+        ([ResponseStart(400, JSON, b"{}")], True, True, "900"),
+        ([ResponseStart(200, EVENTS, b"x"), Piece(b"y", num_tokens=5)], True, True, "880"),
     ],
 )
 async def test_the_cost_of_a_lost_answer_is_unknown_unless_it_was_streamed(
     left: list[bool], parts: list[Any], streaming: bool, known: bool, tokens: str
 ) -> None:
     limited = key("a", requests_per_minute=9, tokens_per_minute=900)
-    replicas = FakeReplicas(*parts, end=AnswerEnd(15, 5))
+    replicas = FakeReplicas(*parts, end=ResponseEnd(15, 5))
     http = client(replicas, keys=(limited,))
 
     await http.post(CHAT, json={"stream": streaming, "prompt": "x" * 400}, headers=bearer("a"))
@@ -139,22 +139,22 @@ async def test_the_cost_of_a_lost_answer_is_unknown_unless_it_was_streamed(
 class Endless(FakeReplicas):
     """Answers that generate something, and then nothing more; `stops` is set where they stop."""
 
-    def __init__(self, *parts: AnswerStart | Piece) -> None:
+    def __init__(self, *parts: ResponseStart | Piece) -> None:
         super().__init__(*parts)
         self.stops = asyncio.Event()
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         async for part in super().stream(request):
-            if isinstance(part, AnswerEnd):
+            if isinstance(part, ResponseEnd):
                 self.stops.set()
                 await asyncio.get_running_loop().create_future()
             yield part
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         assert progress is not None
         async for part in self.stream(request):
             assert isinstance(part, Piece)
@@ -162,7 +162,7 @@ class Endless(FakeReplicas):
         raise AssertionError("an endless answer has ended")
 
 
-BEGUN = AnswerStart(200, EVENTS, b"x", num_tokens=2, prompt_tokens=15)
+BEGUN = ResponseStart(200, EVENTS, b"x", num_tokens=2, prompt_tokens=15)
 LEFT = [
     pytest.param(Endless(), True, 104, 0, id="before the prompt is counted"),
     pytest.param(Endless(), False, 104, 0, id="before the prompt of a whole answer is counted"),
@@ -215,18 +215,18 @@ class Dying(FakeReplicas):
     """Generates five tokens and dies, once per death given."""
 
     def __init__(self, *deaths: ReplicaLostError) -> None:
-        super().__init__(end=AnswerEnd(1, 7))
+        super().__init__(end=ResponseEnd(1, 7))
         self.deaths = list(deaths)
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         assert progress is not None
         self.requests.append(request)
         progress(5, 1)
         if self.deaths:
             raise self.deaths.pop(0)
-        return AnswerStart(200, JSON, b"{}"), self.end
+        return ResponseStart(200, JSON, b"{}"), self.end
 
 
 def hasty(replicas: FakeReplicas, **settings: Any) -> httpx.AsyncClient:
@@ -402,11 +402,11 @@ async def test_the_key_whose_prompts_are_longer_gets_fewer_turns() -> None:
     class Long(FakeReplicas):
         async def whole(
             self, request: RelayedRequest, progress: Progress | None = None
-        ) -> tuple[AnswerStart, AnswerEnd]:
+        ) -> tuple[ResponseStart, ResponseEnd]:
             start, _ = await super().whole(request, progress)
-            return start, AnswerEnd(198 if request.terms.key == "long" else 0, 2)
+            return start, ResponseEnd(198 if request.terms.key == "long" else 0, 2)
 
-    replicas = Long(AnswerStart(200, JSON, b"{}"))
+    replicas = Long(ResponseStart(200, JSON, b"{}"))
     replicas.gate.clear()
     gateway = gateway_of(replicas, keys=(key("long"), key("short")), max_queued=99)
     http = client_of(gateway)

@@ -12,7 +12,7 @@ from deployments.config.keys import new_token
 from deployments.config.limits import LimitsConfig
 from deployments.config.secret import SecretReference
 from deployments.routing.shared_router import ROUTERS
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from tests.fakes.replicas import (
     CHAT,
     EVENTS,
@@ -117,9 +117,9 @@ async def test_requests_over_the_rate_are_refused_with_openais_headers() -> None
 
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_tokens_are_charged_as_they_come_and_corrected_at_the_end(streaming: bool) -> None:
-    end = AnswerEnd(prompt_tokens=30, generated_tokens=50)
+    end = ResponseEnd(prompt_tokens=30, generated_tokens=50)
     parts = (Piece(b"x", num_tokens=20), Piece(b"y", num_tokens=20)) if streaming else ()
-    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"w", num_tokens=10), *parts, end=end)
+    replicas = FakeReplicas(ResponseStart(200, EVENTS, b"w", num_tokens=10), *parts, end=end)
     http = client(replicas, keys=(key("a", tokens_per_minute=1000),))
 
     await http.post(CHAT, json={"stream": streaming}, headers=bearer("a"))
@@ -129,7 +129,7 @@ async def test_tokens_are_charged_as_they_come_and_corrected_at_the_end(streamin
 
 
 async def test_a_refused_request_refunds_its_prompt_tokens() -> None:
-    replicas = FakeReplicas(AnswerStart(400, JSON, b'{"error":{"message":"no"}}'))
+    replicas = FakeReplicas(ResponseStart(400, JSON, b'{"error":{"message":"no"}}'))
     http = client(replicas, keys=(key("a", tokens_per_minute=1000),))
     body = {"messages": [{"role": "user", "content": "x" * 400}]}
 
@@ -178,7 +178,7 @@ async def test_a_deeply_nested_body_does_not_fail_the_gateway() -> None:
 
 async def test_a_key_sees_only_its_own_models() -> None:
     replicas = [
-        FakeReplicas(AnswerStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
+        FakeReplicas(ResponseStart(200, JSON, json.dumps({"data": [{"id": name}]}).encode()))
         for name in ("m", "m1")
     ]
     http = client(*replicas, keys=(key("a", models=("m1",)), key("b")))
@@ -231,7 +231,7 @@ async def test_a_key_in_a_path_or_an_id_is_not_logged(caplog: pytest.LogCaptureF
 
 
 async def test_waiting_requests_are_ordered_by_class_then_fairness() -> None:
-    replicas = answering(end=AnswerEnd(generated_tokens=100))
+    replicas = answering(end=ResponseEnd(generated_tokens=100))
     replicas.gate.clear()
     keys = (key("urgent", priority=-1), key("heavy"), key("light"))
     http = client(replicas, keys=keys, max_queued=10)
@@ -247,7 +247,7 @@ async def test_waiting_requests_are_ordered_by_class_then_fairness() -> None:
 
 
 async def test_a_key_with_more_weight_gets_more_turns() -> None:
-    replicas = answering(end=AnswerEnd(generated_tokens=100))
+    replicas = answering(end=ResponseEnd(generated_tokens=100))
     replicas.gate.clear()
     http = client(replicas, keys=(key("heavy", weight=3.0), key("light")), max_queued=40)
     tasks = await settled(http, *[(name, {}) for name in ["heavy", "light"] * 16])
@@ -260,7 +260,7 @@ async def test_a_key_with_more_weight_gets_more_turns() -> None:
 
 
 async def test_a_flood_of_requests_that_generate_nothing_lets_others_pass() -> None:
-    replicas = answering(end=AnswerEnd(generated_tokens=0))
+    replicas = answering(end=ResponseEnd(generated_tokens=0))
     replicas.gate.clear()
     http = client(replicas, keys=(key("flood"), key("other")), max_queued=20)
     tasks = [
@@ -312,11 +312,11 @@ async def test_a_key_has_no_more_requests_than_threads() -> None:
 async def test_routers_set_the_capacity_and_hear_of_every_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended: list[tuple[str, str | None, AnswerEnd | None]] = []
+    ended: list[tuple[str, str | None, ResponseEnd | None]] = []
     listeners: dict[str, Any] = {}
     monkeypatch.setattr(ROUTERS, "ended", lambda *args: ended.append(args))
     monkeypatch.setattr(ROUTERS, "listen", listeners.__setitem__)
-    replicas = answering(end=AnswerEnd(generated_tokens=7))
+    replicas = answering(end=ResponseEnd(generated_tokens=7))
     replicas.gate.clear()
     http = client(replicas, keys=(key("a", max_threads=9),), max_queued=5)
     tasks = await settled(http, *[("a", {})] * 3)
@@ -332,7 +332,7 @@ async def test_routers_set_the_capacity_and_hear_of_every_end(
     assert [request.terms.key_max_threads for request in replicas.requests] == [9, 9, 9, 5]
     assert {name for name, _, _ in ended} == {"Replica-m"}
     assert [id for _, id, _ in ended] == [r.terms.request_id for r in replicas.requests]
-    assert {end for _, _, end in ended} == {AnswerEnd(generated_tokens=7)}
+    assert {end for _, _, end in ended} == {ResponseEnd(generated_tokens=7)}
 
 
 async def test_new_settings_apply_to_the_next_request_and_disturb_none(tmp_path: Path) -> None:

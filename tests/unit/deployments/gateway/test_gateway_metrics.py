@@ -19,9 +19,9 @@ from deployments.metrics import catalogue
 from deployments.metrics.catalogue import Metric
 from deployments.relay.relay import Progress
 from deployments.routing.shared_router import ROUTERS
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from tests.fakes.clock import Clock
 from tests.fakes.replicas import (
     CHAT,
@@ -33,8 +33,8 @@ from tests.fakes.replicas import (
     settings_of,
 )
 
-OK = AnswerStart(200, JSON, b"{}")
-STREAM = AnswerStart(200, EVENTS, b"data: {}\n\n")
+OK = ResponseStart(200, JSON, b"{}")
+STREAM = ResponseStart(200, EVENTS, b"data: {}\n\n")
 ERROR_EVENT = Piece(b'data: {"error": {"message": "no", "code": 500}}\n\ndata: [DONE]\n\n')
 
 
@@ -119,8 +119,8 @@ async def test_only_requests_for_completions_count() -> None:
 @pytest.mark.parametrize(
     ("replicas", "streams", "outcome", "given_up", "rejected"),
     [
-        (FakeReplicas(AnswerStart(400, JSON, b"{}")), False, "client_error", 0, {}),
-        (FakeReplicas(AnswerStart(500, JSON, b"{}")), False, "server_error", 0, {}),
+        (FakeReplicas(ResponseStart(400, JSON, b"{}")), False, "client_error", 0, {}),
+        (FakeReplicas(ResponseStart(500, JSON, b"{}")), False, "server_error", 0, {}),
         (FakeReplicas(RuntimeError("ours")), False, "server_error", 0, {}),
         (FakeReplicas(STREAM, ERROR_EVENT), True, "server_error", 0, {}),
         (FakeReplicas(STREAM, ReplicaLostError("dead")), True, "server_error", 1, {}),
@@ -156,7 +156,7 @@ class Losing(FakeReplicas):
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         self.requests.append(request)
         error = self.parts[len(self.requests) - 1]
         assert isinstance(error, Exception)
@@ -242,7 +242,7 @@ async def test_every_key_class_starts_at_0() -> None:
 async def test_requests_and_tokens_are_counted_by_key_class() -> None:
     key = KeyConfig(name="k", hash=hash_of("k"), metrics_class="paying")
     exported = ExportedMetrics(
-        FakeReplicas(OK, end=AnswerEnd(prompt_tokens=3, generated_tokens=5)), keys=(key,)
+        FakeReplicas(OK, end=ResponseEnd(prompt_tokens=3, generated_tokens=5)), keys=(key,)
     )
 
     await exported.http.post(CHAT, json={"model": "m"}, headers={"authorization": "Bearer k"})

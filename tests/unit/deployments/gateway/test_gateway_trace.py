@@ -15,9 +15,9 @@ from deployments.config.retries import RetryConfig
 from deployments.gateway.gateway_trace import start_trace
 from deployments.routing.shared_router import Routers
 from deployments.tracing import attributes as names
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import ReplicaBrokenError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from tests.fakes.kept_spans import KeptSpans, parent_of
 from tests.fakes.replicas import CHAT, EVENTS, JSON, FakeReplicas, client_of, gateway_of
 
@@ -29,7 +29,7 @@ BODY = {
     "max_tokens": 7,
     "temperature": SECRET_TEXT,
 }
-END = AnswerEnd(3, 9, 4, 3, 5, replica="replica-1")
+END = ResponseEnd(3, 9, 4, 3, 5, replica="replica-1")
 NO_PAUSE = {"retries": RetryConfig(max_retries=1)}
 
 
@@ -56,13 +56,13 @@ def failed(span: ReadableSpan) -> bool:
 class Taking(FakeReplicas):
     """Answers each attempt with its own parts."""
 
-    def __init__(self, *attempts: tuple[AnswerStart | Piece | Exception, ...]) -> None:
+    def __init__(self, *attempts: tuple[ResponseStart | Piece | Exception, ...]) -> None:
         super().__init__(end=END)
         self.attempts = list(attempts)
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         self.parts = self.attempts.pop(0)
         async for part in super().stream(request):
             yield part
@@ -72,7 +72,7 @@ class Taking(FakeReplicas):
 async def test_a_request_is_one_trace_with_ingress_queue_and_replica(
     kept: KeptSpans, streaming: bool
 ) -> None:
-    replicas = FakeReplicas(AnswerStart(200, EVENTS if streaming else JSON, b"{}"), end=END)
+    replicas = FakeReplicas(ResponseStart(200, EVENTS if streaming else JSON, b"{}"), end=END)
 
     await client(kept, replicas).post(
         CHAT, json=BODY | {"stream": streaming}, headers={"x-request-id": "r1"} | CALLER
@@ -115,7 +115,7 @@ async def test_a_request_is_one_trace_with_ingress_queue_and_replica(
 
 @pytest.mark.parametrize("model", ["m", "any/other"])
 async def test_spans_of_single_models_have_one_name(kept: KeptSpans, model: str) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"data": []}'))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b'{"data": []}'))
 
     await client(kept, replicas).get(f"/v1/models/{model}", headers=CALLER)
 
@@ -125,7 +125,7 @@ async def test_spans_of_single_models_have_one_name(kept: KeptSpans, model: str)
 
 
 async def test_the_replica_gets_the_context_of_its_attempt(kept: KeptSpans) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
 
     await client(kept, replicas).post(CHAT, json=BODY, headers=CALLER)
 
@@ -138,7 +138,7 @@ async def test_the_replica_gets_the_context_of_its_attempt(kept: KeptSpans) -> N
 
 
 async def test_no_text_of_the_request_is_in_its_trace(kept: KeptSpans) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"content": "a secret answer"}'))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b'{"content": "a secret answer"}'))
 
     await client(kept, replicas).post(CHAT + "?a=secret", json=BODY)
 
@@ -147,7 +147,7 @@ async def test_no_text_of_the_request_is_in_its_trace(kept: KeptSpans) -> None:
 
 async def test_without_trust_in_the_caller_a_new_trace_starts() -> None:
     kept = KeptSpans(honour_traceparent=False)
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
 
     await client(kept, replicas).post(CHAT, json=BODY, headers=CALLER)
 
@@ -158,7 +158,7 @@ async def test_without_trust_in_the_caller_a_new_trace_starts() -> None:
 
 async def test_a_request_that_is_not_sampled_sends_no_context() -> None:
     kept = KeptSpans(sample_ratio=0.0)
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
 
     await client(kept, replicas).post(CHAT, json=BODY)
 
@@ -172,7 +172,7 @@ def test_without_tracing_there_is_no_trace() -> None:
 
 async def test_the_log_names_the_trace(kept: KeptSpans, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="deployments.gateway.request_log"):
-        await client(kept, FakeReplicas(AnswerStart(200, JSON, b"{}"))).post(CHAT, json=BODY)
+        await client(kept, FakeReplicas(ResponseStart(200, JSON, b"{}"))).post(CHAT, json=BODY)
 
     (record,) = (each for each in caplog.records if each.getMessage() == "request")
     trace_id = vars(record)["trace_id"]
@@ -203,7 +203,7 @@ async def test_span_names_are_bounded(kept: KeptSpans, method: str, path: str) -
 
 
 async def test_a_full_queue_is_a_server_error(kept: KeptSpans) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     replicas.gate.clear()
     http = client(kept, replicas)
     running = [asyncio.create_task(http.post(CHAT, json=BODY)) for _ in range(2)]
@@ -223,7 +223,7 @@ async def test_a_full_queue_is_a_server_error(kept: KeptSpans) -> None:
 
 
 async def test_the_queue_span_lasts_as_long_as_the_wait(kept: KeptSpans) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     replicas.gate.clear()
     gateway = gateway_of(replicas, max_queued=1)
     gateway.tracing = kept.tracing
@@ -244,7 +244,7 @@ async def test_the_queue_span_lasts_as_long_as_the_wait(kept: KeptSpans) -> None
 
 
 async def test_a_client_that_leaves_ends_its_trace(kept: KeptSpans) -> None:
-    replicas = FakeReplicas(AnswerStart(200, EVENTS, b"data: 1\n\n"))
+    replicas = FakeReplicas(ResponseStart(200, EVENTS, b"data: 1\n\n"))
     replicas.gate.clear()
     task = asyncio.create_task(client(kept, replicas).post(CHAT, json=BODY | {"stream": True}))
     while not replicas.requests:  # noqa: ASYNC110
@@ -264,7 +264,7 @@ class Counted(Taking):
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
-        *attempts: tuple[AnswerStart | Piece | Exception, ...],
+        *attempts: tuple[ResponseStart | Piece | Exception, ...],
     ) -> None:
         super().__init__(*attempts)
         self.at: str | None = None
@@ -272,7 +272,7 @@ class Counted(Taking):
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         self.at = f"replica-{len(self.requests)}"
         try:
             async with aclosing(super().stream(request)) as parts:
@@ -314,13 +314,13 @@ async def test_an_attempt_whose_client_has_left_names_its_replica(
     assert (attempt[names.OUTCOME], attempt[names.REPLICA_ID]) == ("left", "replica-0")
 
 
-FIRST = AnswerStart(
+FIRST = ResponseStart(
     200, EVENTS, b'data: {"choices":[{"text":"a"}]}\n\n', (ThreadDelta((), (1, 10)),), 2, True
 )
 SECOND = Piece(
     b"", (ThreadDelta((0,), (20, 3), 0), ThreadDelta((), (11,)), ThreadDelta((1,), (30,))), 4
 )
-REST = AnswerStart(200, EVENTS, b'data: {"choices":[{"text":"ab"}]}\n\ndata: [DONE]\n\n')
+REST = ResponseStart(200, EVENTS, b'data: {"choices":[{"text":"ab"}]}\n\ndata: [DONE]\n\n')
 
 
 async def test_a_continued_stream_is_one_trace_with_both_replicas(kept: KeptSpans) -> None:

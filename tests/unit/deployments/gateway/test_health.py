@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.wire.answer import AnswerStart
+from deployments.wire.response import ResponseStart
 from deployments.wire.start import Stage, StartBoard, StartReport, StartReporter, described
 from tests.fakes.clock import Clock
 from tests.fakes.replicas import CHAT, JSON, FakeReplicas, client, key
@@ -16,7 +16,7 @@ LOADING = StartReport("r1", Stage.LOADING_WEIGHTS.value, 41.0, 63.0, 120.0)
 
 
 def replicas(*, running: int = 1, answering: int | None = None, starts: bool = False) -> Any:
-    fake = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    fake = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     fake.num_running, fake.num_answering = running, answering
     fake.reports = [LOADING] if starts else []
     return fake

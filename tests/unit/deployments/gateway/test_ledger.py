@@ -10,7 +10,7 @@ import pytest
 from deployments.gateway.key_store import Batch, KeyStore, Row, SqliteStore, Usage, Used
 from deployments.gateway.ledger import Ledger, renewal
 from deployments.gateway.request_log import RequestRecord
-from deployments.wire.errors import BudgetError, StoreError, answer_for
+from deployments.wire.errors import BudgetError, StoreError, response_for
 from tests.fakes.replicas import key
 
 
@@ -172,7 +172,7 @@ async def test_a_used_up_budget_says_which_and_when_it_renews(
     with pytest.raises(BudgetError):
         ledger.begin(limited, "m", 0)
 
-    answer = answer_for(refused.value)
+    answer = response_for(refused.value)
     assert (answer.status, answer.code, answer.kind) == (429, f"{field}_exceeded", field)
     assert answer.message == (
         f"Key a has used 2 of 2 in its budget `{field}`, which renews at {renews_at}."

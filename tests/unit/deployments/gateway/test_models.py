@@ -9,9 +9,9 @@ from deployments.config.keys import KeyConfig, hash_of
 from deployments.gateway.callers import EVERYONE, Caller
 from deployments.gateway.models import Model, by_name, find_model, list_models
 from deployments.gateway.settings import ServedModel
-from deployments.wire.answer import AnswerStart
 from deployments.wire.errors import UnknownModelError
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import ResponseStart
 from tests.fakes.replicas import JSON, FakeReplicas
 
 CARDS = {"data": [{"id": "base", "root": "/b"}, {"id": "one", "parent": "base"}]}
@@ -21,7 +21,7 @@ def model(name: str, *adapters: str) -> Model:
     settings = ServedModel(
         name=name, adapters=adapters, deployment=name, requests_per_replica=1, max_queued=1
     )
-    answer = AnswerStart(200, JSON, json.dumps(CARDS).encode())
+    answer = ResponseStart(200, JSON, json.dumps(CARDS).encode())
     return Model(settings, FakeReplicas(answer))
 
 

@@ -9,7 +9,7 @@ import pytest
 from deployments.config.key_store import KeyStoreConfig
 from deployments.gateway.gateway import Gateway
 from deployments.metrics import catalogue
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from tests.fakes.replicas import (
     CHAT,
     EVENTS,
@@ -39,7 +39,7 @@ async def test_an_alias_reaches_its_model_under_the_models_name() -> None:
 
 
 async def test_an_alias_is_listed_beside_its_model() -> None:
-    cards = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "root": "/m"}]}'))
+    cards = FakeReplicas(ResponseStart(200, JSON, b'{"data": [{"id": "m", "root": "/m"}]}'))
 
     listed = (await client(cards, aliases={"gpt": "m"}).get("/v1/models")).json()["data"]
 
@@ -51,8 +51,8 @@ SLASHED: dict[str, Any] = {"aliases": {"org/gpt": "m", "other": "m1"}}
 
 @pytest.mark.parametrize("name", ["m", "org/gpt", "org%2Fgpt", "other"])
 async def test_a_model_or_alias_is_found_by_its_name(name: str) -> None:
-    cards = FakeReplicas(AnswerStart(200, JSON, b'{"data": [{"id": "m", "root": "/m"}]}'))
-    http = client(cards, FakeReplicas(AnswerStart(200, JSON, b'{"data": []}')), **SLASHED)
+    cards = FakeReplicas(ResponseStart(200, JSON, b'{"data": [{"id": "m", "root": "/m"}]}'))
+    http = client(cards, FakeReplicas(ResponseStart(200, JSON, b'{"data": []}')), **SLASHED)
     listed = (await http.get("/v1/models")).json()["data"]
 
     found = await http.get(f"/v1/models/{name}")
@@ -63,7 +63,7 @@ async def test_a_model_or_alias_is_found_by_its_name(name: str) -> None:
 
 
 async def test_an_unknown_model_is_a_404_with_the_names_that_the_key_may_use() -> None:
-    cards = FakeReplicas(AnswerStart(200, JSON, b'{"data": []}'))
+    cards = FakeReplicas(ResponseStart(200, JSON, b'{"data": []}'))
     http = client(cards, cards, keys=(key("a", models=["m"]),), **SLASHED)
 
     for name in ("nope", "m1", "other", ""):
@@ -79,7 +79,7 @@ async def test_an_unknown_model_is_a_404_with_the_names_that_the_key_may_use() -
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m", "/version", "/openapi.json"])
 async def test_head_is_answered_like_get(path: str) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b'{"data": [], "paths": {}}'))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b'{"data": [], "paths": {}}'))
     http = client(replicas)
 
     answers = [await http.request(method, path) for method in ("GET", "HEAD")]
@@ -128,9 +128,9 @@ async def test_another_model_answers_when_the_queue_is_full() -> None:
 async def test_usage_and_metrics_count_for_the_model_that_answers(
     tmp_path: Path, streams: bool
 ) -> None:
-    end = AnswerEnd(prompt_tokens=30, generated_tokens=50, threads=4, forks=3)
+    end = ResponseEnd(prompt_tokens=30, generated_tokens=50, threads=4, forks=3)
     chunk = Piece(b'data: {"model": "m1"}\n\ndata: [DONE]\n\n', num_tokens=20)
-    start = AnswerStart(200, EVENTS, b"") if streams else AnswerStart(200, JSON, b"{}")
+    start = ResponseStart(200, EVENTS, b"") if streams else ResponseStart(200, JSON, b"{}")
     first, second = answering(), FakeReplicas(start, chunk, end=end)
     gateway = gateway_of(
         first,

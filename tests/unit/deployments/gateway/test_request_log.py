@@ -11,11 +11,11 @@ import pytest
 
 from deployments.config.logging import LoggingConfig
 from deployments.logs import ProcessLogs
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from tests.fakes.log_files import lines, process_logs
 from tests.fakes.replicas import CHAT, EVENTS, JSON, FakeReplicas, client
 
-END = AnswerEnd(
+END = ResponseEnd(
     prompt_tokens=3,
     generated_tokens=9,
     threads=4,
@@ -55,7 +55,7 @@ async def test_a_request_is_one_line_at_its_end(
     logs: ProcessLogs, tmp_path: Path, streaming: bool
 ) -> None:
     parts = (Piece(b'data: {"secret":"answer"}\n\n', num_tokens=4),) if streaming else ()
-    start = AnswerStart(200, EVENTS if streaming else JSON, b"data: {}\n\n", num_tokens=5)
+    start = ResponseStart(200, EVENTS if streaming else JSON, b"data: {}\n\n", num_tokens=5)
     http = client(FakeReplicas(start, *parts, end=END))
 
     await http.post(CHAT, json=BODY | {"stream": streaming}, headers={"x-request-id": "r1"})
@@ -96,7 +96,7 @@ async def test_a_request_is_one_line_at_its_end(
 
 
 async def test_a_request_that_was_refused_has_its_reason(logs: ProcessLogs, tmp_path: Path) -> None:
-    http = client(FakeReplicas(AnswerStart(400, JSON, b'{"error":{"message":"a"}}')))
+    http = client(FakeReplicas(ResponseStart(400, JSON, b'{"error":{"message":"a"}}')))
 
     await http.post(CHAT, json={"model": "none"})
     await http.get("/health")
@@ -116,7 +116,7 @@ async def test_a_request_that_was_refused_has_its_reason(logs: ProcessLogs, tmp_
 async def test_a_request_whose_client_left_is_logged_as_such(
     logs: ProcessLogs, tmp_path: Path
 ) -> None:
-    replicas = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    replicas = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     replicas.gate.clear()
     task = asyncio.create_task(client(replicas).post(CHAT, json=BODY))
     await asyncio.sleep(0.01)
@@ -137,10 +137,12 @@ async def test_text_is_logged_only_if_configured(logs: ProcessLogs, tmp_path: Pa
 
     choices: tuple[dict[str, Any], ...] = ({}, {"logging": config})
     for settings in choices:
-        await client(FakeReplicas(AnswerStart(200, JSON, whole)), **settings).post(CHAT, json=BODY)
-        await client(FakeReplicas(AnswerStart(200, EVENTS, streamed[0]), *parts), **settings).post(
-            CHAT, json=BODY | {"stream": True}
+        await client(FakeReplicas(ResponseStart(200, JSON, whole)), **settings).post(
+            CHAT, json=BODY
         )
+        await client(
+            FakeReplicas(ResponseStart(200, EVENTS, streamed[0]), *parts), **settings
+        ).post(CHAT, json=BODY | {"stream": True})
     logs.close()
 
     silent, also_silent, first, second = lines(tmp_path)
@@ -153,7 +155,7 @@ async def test_text_is_logged_only_if_configured(logs: ProcessLogs, tmp_path: Pa
 async def test_a_prompt_with_a_lone_surrogate_is_logged_unchanged(
     logs: ProcessLogs, tmp_path: Path
 ) -> None:
-    whole = AnswerStart(200, JSON, b'{"choices": [{"message": {"content": "half \\udc00"}}]}')
+    whole = ResponseStart(200, JSON, b'{"choices": [{"message": {"content": "half \\udc00"}}]}')
     http = client(FakeReplicas(whole), logging=LoggingConfig(content=True))
     body = b'{"model": "m", "messages": [{"role": "user", "content": "caf\u00e9 \\ud800 end"}]}'
 

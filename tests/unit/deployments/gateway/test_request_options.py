@@ -10,8 +10,8 @@ import pytest
 from apar_core.errors import RequestError
 from deployments.gateway.fair_queue import Due, FairQueue
 from deployments.gateway.request_options import RequestOptions, read_options
-from deployments.wire.answer import AnswerEnd, AnswerStart
 from deployments.wire.errors import DeadlineError
+from deployments.wire.response import ResponseEnd, ResponseStart
 from tests.fakes.clock import Clock
 from tests.fakes.replicas import (
     CHAT,
@@ -105,7 +105,7 @@ async def test_a_request_may_ask_for_a_priority_that_its_key_allows() -> None:
 
 
 async def test_a_request_of_less_urgency_waits_behind_others_of_its_key() -> None:
-    replicas = answering(end=AnswerEnd(generated_tokens=10))
+    replicas = answering(end=ResponseEnd(generated_tokens=10))
     replicas.gate.clear()
     http = client(replicas, keys=(key("a", best_priority=-3),), max_queued=10)
     order = [0, 0, 5, 0, -3]
@@ -220,9 +220,9 @@ async def test_an_answer_that_its_replica_does_not_end_is_cut_by_the_gateway(
 ) -> None:
     monkeypatch.setattr("deployments.relay.relay._DEADLINE_GRACE_S", 0.02)
     begun = FakeReplicas(
-        AnswerStart(200, [(b"content-type", b"text/event-stream")], b"data: x\n\n")
+        ResponseStart(200, [(b"content-type", b"text/event-stream")], b"data: x\n\n")
     )
-    silent = FakeReplicas(AnswerStart(200, JSON, b"{}"))
+    silent = FakeReplicas(ResponseStart(200, JSON, b"{}"))
     silent.gate.clear()
 
     whole = await client(silent).post(CHAT, json={"apar": {"deadline_ms": 20}})

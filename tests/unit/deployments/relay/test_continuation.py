@@ -15,10 +15,10 @@ from apar_core.journal import ThreadDelta
 from deployments.config.retries import RetryConfig
 from deployments.gateway.body import RequestBody
 from deployments.relay.continuation import ClientStream, ContinuationError
-from deployments.relay.relay import Progress, Retries, relay_answer
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.relay.relay import Progress, Retries, relay_response
 from deployments.wire.errors import DONE_EVENT, NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from tests.fakes.examples import num_examples
 
 CHAT = "/v1/chat/completions"
@@ -61,7 +61,7 @@ class DyingReplicas:
 
     async def stream(
         self, request: RelayedRequest
-    ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+    ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
         self.requests.append(request)
         number = len(self.requests)
         death = self.deaths.pop(0) if self.deaths else None
@@ -89,11 +89,11 @@ class DyingReplicas:
                     is_first = False
                 else:
                     yield Piece(body, delta, len(new))
-        yield AnswerEnd(generated_tokens=len(TOKENS))
+        yield ResponseEnd(generated_tokens=len(TOKENS))
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         self.requests.append(request)
         death = self.deaths.pop(0) if self.deaths else None
         # Three tokens are told of, if it comes so far.
@@ -102,11 +102,11 @@ class DyingReplicas:
             progress(2, 4)
         if death is not None:
             raise LOST
-        return AnswerStart(200, [], b"{}"), AnswerEnd(generated_tokens=7)
+        return ResponseStart(200, [], b"{}"), ResponseEnd(generated_tokens=7)
 
 
-def _start(body: bytes) -> AnswerStart:
-    return AnswerStart(200, EVENTS, body, continuable=True)
+def _start(body: bytes) -> ResponseStart:
+    return ResponseStart(200, EVENTS, body, continuable=True)
 
 
 class Observer:
@@ -114,7 +114,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.retries: list[bool] = []
-        self.ends: list[AnswerEnd | None] = []
+        self.ends: list[ResponseEnd | None] = []
         self.num_tokens = 0
 
     def progress(self, num_tokens: int, prompt_tokens: int) -> None:
@@ -123,7 +123,7 @@ class Observer:
     def retried(self, *, continued: bool) -> None:
         self.retries.append(continued)
 
-    def ended(self, end: AnswerEnd | None) -> None:
+    def ended(self, end: ResponseEnd | None) -> None:
         self.ends.append(end)
 
 
@@ -179,7 +179,7 @@ async def relay(
     raw = json.dumps(fields or {}).encode()
     continuable = RequestBody(raw).can_continue
     request = RelayedRequest("POST", CHAT, b"", [], raw, streams=streaming, continuable=continuable)
-    await relay_answer(replicas, request, client.send, client.observer, retries)
+    await relay_response(replicas, request, client.send, client.observer, retries)
 
 
 def assert_one_whole_stream(client: Client) -> None:
@@ -241,7 +241,7 @@ async def test_next_replica_gets_the_whole_journal() -> None:
     ]
     assert client.observer.retries == [True, True]
     assert client.observer.num_tokens == len(TOKENS)
-    assert client.observer.ends == [AnswerEnd(generated_tokens=len(TOKENS))]
+    assert client.observer.ends == [ResponseEnd(generated_tokens=len(TOKENS))]
 
 
 async def test_stream_that_has_sent_nothing_starts_again() -> None:
@@ -280,7 +280,7 @@ async def test_whole_answer_is_retried() -> None:
     assert client.observer.retries == [False, False]
     assert (client.observer.num_tokens, client.observer.ends) == (
         7,
-        [AnswerEnd(generated_tokens=7)],
+        [ResponseEnd(generated_tokens=7)],
     )
 
 
@@ -308,7 +308,7 @@ async def test_timeout_without_a_replica_is_not_retried() -> None:
     class NoReplicas(DyingReplicas):
         async def whole(
             self, request: RelayedRequest, progress: Progress | None = None
-        ) -> tuple[AnswerStart, AnswerEnd]:
+        ) -> tuple[ResponseStart, ResponseEnd]:
             self.requests.append(request)
             raise NoReplicaError("none")
 
@@ -350,9 +350,9 @@ async def test_refusal_to_continue_ends_the_stream_with_an_error_event(
     class Refusing(DyingReplicas):
         async def stream(
             self, request: RelayedRequest
-        ) -> AsyncGenerator[AnswerStart | Piece | AnswerEnd, None]:
+        ) -> AsyncGenerator[ResponseStart | Piece | ResponseEnd, None]:
             if request.terms.resume is not None:
-                yield AnswerStart(400, [], b'{"error":{"message":"my secret prompt",')
+                yield ResponseStart(400, [], b'{"error":{"message":"my secret prompt",')
                 yield Piece(b'"type":"BadRequestError","code":400}}')
                 return
             async for part in super().stream(request):

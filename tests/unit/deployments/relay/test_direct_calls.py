@@ -18,18 +18,18 @@ from deployments.relay.direct_calls import DirectCalls
 from deployments.relay.relay import Progress
 from deployments.replica.listener import Listener
 from deployments.routing.shared_router import ROUTERS, SharedRouter
-from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import NoReplicaError, ReplicaBrokenError, ReplicaLostError
 from deployments.wire.frames import Address, Call, Reply, frame, read_part, read_reply
 from deployments.wire.handshake import admit_gateway, greet_replica
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RelayedRequest, RequestTerms
+from deployments.wire.response import Piece, ResponseBroken, ResponseEnd, ResponseStart
 from tests.fakes.rogue_peer import RoguePeer
 
 REQUEST = RelayedRequest(
     "POST", "/v1/completions", b"", [], b"{}", RequestTerms("r"), replica_wait_s=60
 )
-START, END = AnswerStart(200, [], b"data: 1\n\n"), AnswerEnd(3, 4, 1, 0, 4)
+START, END = ResponseStart(200, [], b"data: 1\n\n"), ResponseEnd(3, 4, 1, 0, 4)
 PIECES = [Piece(b"x" * 100_000, (ThreadDelta((0,), (1, 2)),), 2), Piece(b"", (), 0)]
 
 
@@ -77,7 +77,7 @@ class Handle:
 
     async def whole(
         self, request: RelayedRequest, progress: Progress | None = None
-    ) -> tuple[AnswerStart, AnswerEnd]:
+    ) -> tuple[ResponseStart, ResponseEnd]:
         self.num_calls += 1
         return START, END
 
@@ -313,7 +313,7 @@ async def test_a_lost_connection_is_a_lost_replica(cluster: Cluster) -> None:
 
 
 async def test_a_broken_answer_names_the_replica(cluster: Cluster) -> None:
-    await cluster.add(Answers(START, AnswerBroken("died", engine_died=True)))
+    await cluster.add(Answers(START, ResponseBroken("died", engine_died=True)))
 
     with pytest.raises(ReplicaBrokenError) as raised:
         await cluster.stream()
@@ -466,7 +466,7 @@ async def test_a_replica_that_shuts_down_lets_its_calls_end(cluster: Cluster) ->
 async def test_a_replica_that_shuts_down_waits_until_its_answers_are_sent(cluster: Cluster) -> None:
     # More than the buffers of both ends hold.
     body = b"x" * 20_000_000
-    address = await cluster.add(Answers((AnswerStart(200, [], body), END)))
+    address = await cluster.add(Answers((ResponseStart(200, [], body), END)))
     reader, writer = await asyncio.open_connection(address.host, address.port)
     await greet_replica(reader, writer, bytes.fromhex(address.token), 10_000)
     writer.write(frame(Call("whole", REQUEST)))

@@ -10,16 +10,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from deployments.relay.continuation import ContinuationError, client_stream
-from deployments.relay.relay import Retries, relay_answer
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
+from deployments.relay.relay import Retries, relay_response
 from deployments.wire.errors import ReplicaLostError
 from deployments.wire.request import RelayedRequest
-from deployments.wire.routes import AnswerForm
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
+from deployments.wire.routes import ResponseForm
 from tests.fakes.replicas import EVENTS, FakeReplicas
 from tests.unit.deployments.relay.test_continuation import Client
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-FORMS = {RESPONSES: AnswerForm.RESPONSES, MESSAGES: AnswerForm.MESSAGES}
+FORMS = {RESPONSES: ResponseForm.RESPONSES, MESSAGES: ResponseForm.MESSAGES}
 THOUGHT = ["Let ", "me see."]
 TOKENS = ["Grüße", ", ", "\U0001f600", '"id":"x",\n\n', " event: ", "end"]
 TEXT = "".join(TOKENS)
@@ -158,8 +158,10 @@ async def relayed(path: str, *parts: Any) -> list[dict[str, Any]]:
     """Return the events that a client gets of a stream that cannot continue."""
     client = Client()
     request = RelayedRequest("POST", path, b"", [], b"{}", streams=True)
-    replicas = FakeReplicas(*parts, end=AnswerEnd(generated_tokens=3))
-    await relay_answer(replicas, request, client.send, client.observer, Retries(first_pause_s=0.0))
+    replicas = FakeReplicas(*parts, end=ResponseEnd(generated_tokens=3))
+    await relay_response(
+        replicas, request, client.send, client.observer, Retries(first_pause_s=0.0)
+    )
     assert client.ended
     return parsed(client.body)
 
@@ -170,7 +172,7 @@ async def test_a_lost_stream_ends_in_its_own_grammar(path: str) -> None:
     parts = [Piece(each) for each in source[1:9]]
 
     events = await relayed(
-        path, AnswerStart(200, EVENTS, source[0]), *parts, ReplicaLostError("dead")
+        path, ResponseStart(200, EVENTS, source[0]), *parts, ReplicaLostError("dead")
     )
 
     failed = events[9:]
@@ -192,8 +194,8 @@ async def test_a_lost_stream_ends_in_its_own_grammar(path: str) -> None:
 async def test_a_stream_that_its_replica_ends_early_ends_with_an_error(path: str) -> None:
     source = list(SOURCES[path](1, TOKENS))
 
-    events = await relayed(path, AnswerStart(200, EVENTS, source[0]), Piece(source[1]))
-    whole = await relayed(path, AnswerStart(200, EVENTS, b"".join(source)))
+    events = await relayed(path, ResponseStart(200, EVENTS, source[0]), Piece(source[1]))
+    whole = await relayed(path, ResponseStart(200, EVENTS, b"".join(source)))
 
     assert events[2]["type"] == "error"
     assert whole == parsed(b"".join(source))

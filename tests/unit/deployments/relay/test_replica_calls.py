@@ -11,12 +11,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from apar_core.journal import ThreadDelta
 from deployments.relay.replica_calls import HandleCalls
-from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.errors import BodyTooLargeError, NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import Piece, ResponseBroken, ResponseEnd, ResponseStart
 
 REQUEST = RelayedRequest("POST", "/v1/completions", b"", [], b"{}", replica_wait_s=0.05)
-START = AnswerStart(200, [], b"data: 1\n\n")
+START = ResponseStart(200, [], b"data: 1\n\n")
 TOO_LARGE = "SERVER: Received message larger than max (5243200 vs. 4194304)"
 
 
@@ -66,13 +66,13 @@ def calls(handle: FakeHandle) -> HandleCalls:
 
 
 async def test_the_parts_of_a_stream_arrive_as_they_were_sent() -> None:
-    parts = [START, Piece(b"data: 2\n\n", (ThreadDelta((0, 1), (5, 6), 0),), 2), AnswerEnd(1, 2)]
+    parts = [START, Piece(b"data: 2\n\n", (ThreadDelta((0, 1), (5, 6), 0),), 2), ResponseEnd(1, 2)]
 
     assert [part async for part in calls(FakeHandle(*parts)).stream(REQUEST)] == parts
 
 
 async def test_a_replica_of_an_earlier_version_sends_pieces_as_plain_tuples() -> None:
-    handle = FakeHandle(START, (b"2", (((0, 1), (5, 6), 0),), 2), AnswerEnd(1, 2))
+    handle = FakeHandle(START, (b"2", (((0, 1), (5, 6), 0),), 2), ResponseEnd(1, 2))
 
     _, piece, _ = [part async for part in calls(handle).stream(REQUEST)]
 
@@ -87,7 +87,7 @@ def rpc_error(code: StatusCode, details: str | None = None) -> AioRpcError:
 
 @pytest.mark.parametrize(
     "lost",
-    [AnswerBroken("the engine has died"), ActorDiedError(), rpc_error(StatusCode.CANCELLED)],
+    [ResponseBroken("the engine has died"), ActorDiedError(), rpc_error(StatusCode.CANCELLED)],
 )
 async def test_a_replica_that_cannot_continue_is_lost(lost: object) -> None:
     handle = FakeHandle(START, lost)
@@ -105,8 +105,8 @@ async def test_a_replica_that_cannot_continue_is_lost(lost: object) -> None:
 @pytest.mark.parametrize(
     ("lost", "died"),
     [
-        (AnswerBroken("the engine has died", engine_died=True), True),
-        (AnswerBroken("the engine has aborted the request"), False),
+        (ResponseBroken("the engine has died", engine_died=True), True),
+        (ResponseBroken("the engine has aborted the request"), False),
         # As when its node is lost.
         (ActorUnavailableError("the process is gone", None), False),
         (rpc_error(StatusCode.CANCELLED), False),
@@ -150,27 +150,27 @@ async def test_other_failures_before_a_replica_accepts_are_passed_on() -> None:
 
 
 async def test_a_whole_answer_comes_with_its_cost() -> None:
-    handle = FakeHandle((START, AnswerEnd(3)))
+    handle = FakeHandle((START, ResponseEnd(3)))
 
-    assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3))
+    assert await calls(handle).whole(REQUEST) == (START, ResponseEnd(3))
 
 
 async def test_a_whole_answer_reports_tokens_as_it_is_generated() -> None:
     told: list[tuple[int, int]] = []
     # A replica of an earlier version sends a plain number.
-    handle = FakeHandle(2, Piece(b"", (), 5, 3), (START, AnswerEnd(3, 9)))
+    handle = FakeHandle(2, Piece(b"", (), 5, 3), (START, ResponseEnd(3, 9)))
 
     answer = await calls(handle).whole(REQUEST, lambda *counts: told.append(counts))
 
-    assert answer == (START, AnswerEnd(3, 9))
+    assert answer == (START, ResponseEnd(3, 9))
     assert told == [(2, 0), (5, 3)]
-    assert await calls(handle).whole(REQUEST) == (START, AnswerEnd(3, 9))
+    assert await calls(handle).whole(REQUEST) == (START, ResponseEnd(3, 9))
 
 
 def test_the_start_of_an_answer_is_read_from_a_replica_of_another_version() -> None:
     state: Any = START.__getstate__()
     for given in (state[:6], [*state, "more"]):
-        read = AnswerStart.__new__(AnswerStart)
+        read = ResponseStart.__new__(ResponseStart)
         read.__setstate__(given)
         assert read == START
 

@@ -19,8 +19,8 @@ from apar_core.journal import ThreadDelta
 from apar_core.scheduler.core_state import CoreState
 from deployments.replica import answering
 from deployments.replica.answering import SCOPE_KEY, Answering
-from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import Deadlines, RelayedRequest, RequestTerms
+from deployments.wire.response import Piece, ResponseBroken, ResponseEnd, ResponseStart
 from tests.fakes.core_states import a_core_state
 
 pytestmark = pytest.mark.usefixtures("simulated_clocks")
@@ -126,11 +126,11 @@ async def test_a_stream_breaks_off_before_the_output_of_a_lost_engine(
 
     start, rest, broken = [part async for part in replica.stream(REQUEST)]
 
-    assert isinstance(start, AnswerStart)
+    assert isinstance(start, ResponseStart)
     assert (start.body, start.num_tokens) == (b"0", 2)
     # Neither the end of the thread nor text after it.
     assert rest == Piece(b"", (ThreadDelta((), (12,)),), 1, 5)
-    assert isinstance(broken, AnswerBroken)
+    assert isinstance(broken, ResponseBroken)
     assert broken.engine_died == (lose is die)
     assert replica.engine_lost
     assert replica.num_inside == 0
@@ -146,7 +146,7 @@ async def test_a_whole_answer_of_a_lost_engine_is_broken(
 
     assert isinstance(told, Piece)
     assert (told.num_tokens, told.prompt_tokens) == (2, 5)
-    assert isinstance(broken, AnswerBroken)
+    assert isinstance(broken, ResponseBroken)
     assert replica.engine_lost
 
 
@@ -154,7 +154,7 @@ async def test_a_request_after_the_loss_of_the_engine_waits_for_the_watchdog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replica, app, _ = answering_with(give_up)
-    assert [type(part) async for part in replica.stream(REQUEST)] == [AnswerBroken]
+    assert [type(part) async for part in replica.stream(REQUEST)] == [ResponseBroken]
     monkeypatch.setattr(answering, "ENGINE_ANSWER_S", 1e6)
     app.steps = ()
 
@@ -180,7 +180,7 @@ async def test_a_whole_answer_reports_its_tokens_as_they_are_generated(
         Piece(b"", (ThreadDelta((), (12,)),), 1, 5),
     ]
     assert start.body == b"012"
-    assert isinstance(end, AnswerEnd)
+    assert isinstance(end, ResponseEnd)
     assert (end.prompt_tokens, end.generated_tokens, end.replica) == (5, 4, "replica-1")
 
 
@@ -287,7 +287,7 @@ async def test_an_answer_that_has_begun_ends_at_its_deadline_without_an_error() 
 
     parts = [part async for part in answering.stream(due(answer_at_s=0.02, first_token_at_s=0.04))]
 
-    assert isinstance(parts[0], AnswerStart)
+    assert isinstance(parts[0], ResponseStart)
     assert parts[0].status == 200
     assert engine.ended
 

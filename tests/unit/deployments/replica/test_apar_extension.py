@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
+from tests.fakes.whole_response import whole_response
 
 from apar_core.engine.thread_tags import StreamTags
 from apar_core.errors import RequestError
@@ -19,9 +20,8 @@ from deployments.replica.apar_extension import (
     parse_options,
     translate,
 )
-from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
-from tests.fakes.whole_answer import whole_answer
+from deployments.wire.response import ResponseStart
 
 FORK, CHILD = 7, 8
 CONTROL = frozenset({FORK, CHILD})
@@ -155,7 +155,7 @@ async def test_a_whole_answer_gets_the_statistics_of_its_request() -> None:
         asked.append(request_id)
         return {"threads": 3} if len(asked) == 1 else None
 
-    answer = await whole_answer(
+    answer = await whole_response(
         AparExtension(app, CONTROL, take), chat_request([], apar={"enabled": False})
     )
 
@@ -172,7 +172,7 @@ async def test_a_stream_gets_the_statistics_in_its_usage_chunk_only() -> None:
     extension = AparExtension(app, CONTROL, lambda request_id: {"threads": 3})
 
     parts = [part async for part in call_application(extension, chat_request([]))]
-    sent = b"".join(part.body if isinstance(part, AnswerStart) else part for part in parts)
+    sent = b"".join(part.body if isinstance(part, ResponseStart) else part for part in parts)
     first, second, done = sent.strip().split(b"\n\n")
 
     assert first + b"\n\n" == text
@@ -183,7 +183,7 @@ async def test_a_stream_gets_the_statistics_in_its_usage_chunk_only() -> None:
 async def test_an_answer_without_statistics_stays_as_it_is() -> None:
     app = Answering(b"application/json", b'{"id":"x"}')
 
-    answer = await whole_answer(AparExtension(app, CONTROL, lambda _: None), chat_request([]))
+    answer = await whole_response(AparExtension(app, CONTROL, lambda _: None), chat_request([]))
 
     assert answer.body == b'{"id":"x"}'
 
@@ -191,7 +191,7 @@ async def test_an_answer_without_statistics_stays_as_it_is() -> None:
 async def test_a_refused_request_never_reaches_the_engine() -> None:
     app = Answering(b"application/json", b"{}")
 
-    answer = await whole_answer(
+    answer = await whole_response(
         AparExtension(app, CONTROL, lambda _: None), chat_request([], apar={"x": 1})
     )
 
@@ -204,7 +204,7 @@ async def test_requests_with_the_same_id_get_unique_ones() -> None:
     ids = []
     for headers in ([(b"x-request-id", b"mine")], [(b"x-request-id", b"mine")], []):
         app = Answering(b"application/json", b"{}")
-        await whole_answer(AparExtension(app, CONTROL, lambda _: None), chat_request(headers))
+        await whole_response(AparExtension(app, CONTROL, lambda _: None), chat_request(headers))
         ids.append(app.request_id)
 
     assert len(set(ids)) == 3
@@ -214,7 +214,7 @@ async def test_requests_with_the_same_id_get_unique_ones() -> None:
 
 async def test_an_unsafe_request_id_is_replaced() -> None:
     app = Answering(b"application/json", b"{}")
-    await whole_answer(
+    await whole_response(
         AparExtension(app, CONTROL, lambda _: None),
         chat_request([(b"x-request-id", b"a b\r\n" * 100)]),
     )
@@ -269,7 +269,7 @@ async def test_updates_without_certain_text_get_a_chunk_of_their_own(
 
     parts = [part async for part in call_application(extension, request)]
 
-    sent = b"".join(part.body if isinstance(part, AnswerStart) else part for part in parts)
+    sent = b"".join(part.body if isinstance(part, ResponseStart) else part for part in parts)
     *chunks, done = (event.removeprefix(b"data: ") for event in sent.strip().split(b"\n\n"))
     first, second, last = map(json.loads, chunks)
     assert done == b"[DONE]"
@@ -308,7 +308,7 @@ async def test_embeddings_have_no_field_apar() -> None:
     app = Answering(b"application/json", b"{}")
     request = replace(chat_request([], apar={"stream": "threads"}), path="/v1/embeddings")
 
-    answer = await whole_answer(AparExtension(app, CONTROL, lambda _: None), request)
+    answer = await whole_response(AparExtension(app, CONTROL, lambda _: None), request)
 
     assert (answer.status, app.body) == (400, {})
     assert json.loads(answer.body)["error"]["param"] == "apar"
@@ -347,7 +347,7 @@ async def named_stream(path: str, **body: object) -> tuple[list[dict[str, Any]],
     extension = AparExtension(app, CONTROL, lambda request_id: {"threads": 2})
     request = RelayedRequest("POST", path, b"", [], json.dumps(body).encode())
     parts = [part async for part in call_application(extension, request)]
-    sent = b"".join(part.body if isinstance(part, AnswerStart) else part for part in parts)
+    sent = b"".join(part.body if isinstance(part, ResponseStart) else part for part in parts)
     events = [each.partition(b"\ndata: ") for each in sent.split(b"\n\n")[:-1]]
     found = [json.loads(data) for _, _, data in events]
     assert [name for name, _, _ in events] == [b"event: " + each["type"].encode() for each in found]
@@ -410,7 +410,7 @@ async def test_a_response_that_would_be_stored_or_could_place_a_fork_is_refused(
     app = Answering(b"application/json", b"{}")
     request = RelayedRequest("POST", RESPONSES, b"", [], json.dumps(fields).encode())
 
-    answer = await whole_answer(AparExtension(app, CONTROL, lambda _: None), request)
+    answer = await whole_response(AparExtension(app, CONTROL, lambda _: None), request)
 
     assert (answer.status, json.loads(answer.body)["error"]["param"]) == (400, param)
     assert not app.request_id
@@ -421,7 +421,7 @@ async def test_an_error_of_messages_has_anthropics_form() -> None:
     body = json.dumps({"apar": {"x": 1}}).encode()
     request = RelayedRequest("POST", MESSAGES, b"", [], body)
 
-    answer = await whole_answer(AparExtension(app, CONTROL, lambda _: None), request)
+    answer = await whole_response(AparExtension(app, CONTROL, lambda _: None), request)
 
     error = json.loads(answer.body)
     assert error["type"] == "error"
@@ -490,7 +490,7 @@ async def test_tools_and_thoughts_need_a_parser(
         app = Answering(b"application/json", b"{}")
         extension = AparExtension(app, CONTROL, lambda _: None, parsers=parsers)
         request = RelayedRequest("POST", path, b"", [], json.dumps(fields).encode())
-        refused[parsers] = await whole_answer(extension, request)
+        refused[parsers] = await whole_response(extension, request)
 
     with_parser, without = refused.values()
     assert (with_parser.status, without.status) == (200, 400)
@@ -523,14 +523,14 @@ async def test_no_depth_of_nesting_is_a_fault_of_the_server(field: str) -> None:
         value = '{"a": ' + "[" * depth + "]" * depth + "}"
         body = f'{{"n": null, "{field}": {value}}}'.encode()
         request = RelayedRequest("POST", "/v1/chat/completions", b"", [], body)
-        assert (await whole_answer(extension, request)).status in (200, 400)
+        assert (await whole_response(extension, request)).status in (200, 400)
 
 
 async def test_a_null_never_reaches_vllm() -> None:
     app = Answering(b"application/json", b"{}")
     extension = AparExtension(app, CONTROL, lambda _: None)
 
-    await whole_answer(extension, chat_request([], n=None, seed=1, max_tokens=None))
+    await whole_response(extension, chat_request([], n=None, seed=1, max_tokens=None))
 
     assert app.body == {"seed": 1, "max_tokens": None}
 
@@ -543,7 +543,7 @@ async def test_a_reference_to_a_stored_item_is_refused(item: dict[str, Any]) -> 
     extension = AparExtension(app, CONTROL, lambda _: None)
     body = json.dumps({"input": [{"role": "user", "content": "x"}, item]}).encode()
 
-    answer = await whole_answer(extension, RelayedRequest("POST", RESPONSES, b"", [], body))
+    answer = await whole_response(extension, RelayedRequest("POST", RESPONSES, b"", [], body))
 
     assert answer.status == 400
     assert "`input[1]` refers to a stored item" in json.loads(answer.body)["error"]["message"]

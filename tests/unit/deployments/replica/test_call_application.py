@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 from starlette.types import Receive, Scope, Send
+from tests.fakes.whole_response import whole_response
 
 from deployments.replica.answering import call_application
-from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
-from tests.fakes.whole_answer import whole_answer
+from deployments.wire.response import ResponseStart
 
 pytestmark = pytest.mark.usefixtures("simulated_time")
 REQUEST = RelayedRequest("POST", "/v1/completions", b"a=b", [(b"x", b"y")], b"body")
@@ -23,7 +23,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def test_a_whole_answer_is_joined() -> None:
-    assert await whole_answer(echo, REQUEST) == AnswerStart(201, [(b"x", b"y")], b"bodya=b")
+    assert await whole_response(echo, REQUEST) == ResponseStart(201, [(b"x", b"y")], b"bodya=b")
 
 
 async def test_a_stream_yields_output_as_soon_as_it_is_there() -> None:
@@ -37,7 +37,7 @@ async def test_a_stream_yields_output_as_soon_as_it_is_there() -> None:
         await send({"type": "http.response.body", "body": b"3", "more_body": False})
 
     parts = call_application(slow, REQUEST)
-    assert await anext(parts) == AnswerStart(200, [], b"1")
+    assert await anext(parts) == ResponseStart(200, [], b"1")
     steps.set()
 
     assert [part async for part in parts] == [b"23"]
@@ -69,7 +69,7 @@ async def test_cancelling_is_a_disconnect() -> None:
         await receive()
         seen.append((await receive())["type"])
 
-    task = asyncio.create_task(whole_answer(forever, REQUEST))
+    task = asyncio.create_task(whole_response(forever, REQUEST))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises((asyncio.CancelledError, RuntimeError)):
@@ -83,7 +83,7 @@ async def test_an_error_in_the_application_is_raised() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await whole_answer(broken, REQUEST)
+        await whole_response(broken, REQUEST)
 
 
 async def test_the_scope_lets_starlette_listen_for_the_disconnect() -> None:

@@ -9,8 +9,8 @@ from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
 from apar_core.scheduler.core_state import CoreState
 from deployments.replica.answering import FollowedRequest
-from deployments.wire.answer import AnswerEnd, AnswerStart, Piece
 from deployments.wire.request import RequestTerms
+from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from tests.fakes.core_states import a_core_state
 
 
@@ -73,16 +73,16 @@ def test_each_part_has_the_journal_since_the_last_one() -> None:
     request, follower = followed(RequestTerms(keeps_journal=True))
 
     follower.add(EngineCoreOutput("r", [10, 11]))
-    start = request.start(AnswerStart(200, [], b"a"))
+    start = request.start(ResponseStart(200, [], b"a"))
     follower.add(EngineCoreOutput("r", [12]))
     follower.add(EngineCoreOutput("r~0", [20], finish_reason=FinishReason.STOP))
 
-    assert start == AnswerStart(200, [], b"a", (ThreadDelta((), (10, 11)),), 2, True, 5)
+    assert start == ResponseStart(200, [], b"a", (ThreadDelta((), (10, 11)),), 2, True, 5)
     assert request.piece(b"b") == Piece(
         b"b", (ThreadDelta((), (12,)), ThreadDelta((0,), (20,), 0)), 2, 5
     )
     assert request.piece(b"c") == Piece(b"c", prompt_tokens=5)
-    assert request.end() == AnswerEnd(5, 4, 1, 0, 4)
+    assert request.end() == ResponseEnd(5, 4, 1, 0, 4)
 
 
 def test_tokens_are_counted_without_a_journal() -> None:
@@ -90,7 +90,7 @@ def test_tokens_are_counted_without_a_journal() -> None:
 
     follower.add(EngineCoreOutput("r", [10, 11]))
 
-    assert request.start(AnswerStart(200, [], b"a")) == AnswerStart(
+    assert request.start(ResponseStart(200, [], b"a")) == ResponseStart(
         200, [], b"a", num_tokens=2, prompt_tokens=5
     )
 
@@ -116,7 +116,7 @@ def test_a_beam_search_costs_the_tokens_of_all_beams_and_its_prompt_once() -> No
         follower.add(EngineCoreOutput(beam, [10], finish_reason=FinishReason.LENGTH))
 
     assert follower.take_num_tokens() == 3
-    assert request.end() == AnswerEnd(5, 3, 1, 0, 0)
+    assert request.end() == ResponseEnd(5, 3, 1, 0, 0)
 
 
 def test_a_request_that_never_reached_the_engine_costs_nothing() -> None:
@@ -125,7 +125,7 @@ def test_a_request_that_never_reached_the_engine_costs_nothing() -> None:
 
     request.close()
 
-    assert request.end() == AnswerEnd()
+    assert request.end() == ResponseEnd()
 
 
 def test_a_closed_request_is_no_longer_followed() -> None:

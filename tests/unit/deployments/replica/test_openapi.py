@@ -7,7 +7,7 @@ from jsonschema import Draft202012Validator
 
 from deployments.gateway.health import HEALTH_PATH, LIVE_PATH, READY_PATH
 from deployments.replica.openapi import OFFERED, describe
-from deployments.wire.errors import ErrorAnswer
+from deployments.wire.errors import ErrorResponse
 from deployments.wire.routes import ONE_MODEL, OPENAPI_PATH
 from deployments.wire.routes import ROUTES as ROUTES_SERVED
 
@@ -79,7 +79,7 @@ def test_errors_have_our_schema_and_no_route_documents_a_500() -> None:
     assert responses["200"] == {"description": "fine"}
     assert "500" not in responses
     error = Draft202012Validator(document["components"]["schemas"]["Error"])
-    assert error.is_valid(json.loads(ErrorAnswer(400, "no", param="model").body))
+    assert error.is_valid(json.loads(ErrorResponse(400, "no", param="model").body))
     assert not error.is_valid({"error": {"message": "no"}})
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from deployments.wire.answer import AnswerEnd
 from deployments.wire.load import ReplicaLoad
 from deployments.wire.request import RequestHint
+from deployments.wire.response import ResponseEnd
 
 IDLE = ReplicaLoad(
     requests=0,
@@ -18,10 +18,10 @@ IDLE = ReplicaLoad(
     taken_at_s=0.0,
 )
 HINT = RequestHint(prompt_tokens=64)
-FORKED = AnswerEnd(
+FORKED = ResponseEnd(
     prompt_tokens=64, generated_tokens=800, threads=8, forks=7, critical_path_tokens=100
 )
-PLAIN = AnswerEnd(
+PLAIN = ResponseEnd(
     prompt_tokens=64, generated_tokens=100, threads=1, forks=0, critical_path_tokens=100
 )
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from deployments.routing.table import Forecaster
-from deployments.wire.answer import AnswerEnd
 from deployments.wire.request import RequestHint
+from deployments.wire.response import ResponseEnd
 from tests.unit.deployments.routing.loads import FORKED, HINT, PLAIN
 
 
-def learnt(*ends: AnswerEnd, hint: RequestHint = HINT, times: int = 100) -> Forecaster:
+def learnt(*ends: ResponseEnd, hint: RequestHint = HINT, times: int = 100) -> Forecaster:
     forecaster = Forecaster()
     for _ in range(times):
         for end in ends:
@@ -68,7 +68,7 @@ def test_the_forecast_grows_with_the_number_of_choices() -> None:
 def test_a_request_that_never_ran_is_not_learnt() -> None:
     forecaster = learnt(FORKED)
     before = forecaster.forecast(HINT)
-    forecaster.learn(HINT, AnswerEnd())
+    forecaster.learn(HINT, ResponseEnd())
 
     assert forecaster.forecast(HINT) == before
 

@@ -15,7 +15,7 @@ from deployments.wire.errors import (
     BodyTooLargeError,
     DrainingError,
     EnginesDiedError,
-    ErrorAnswer,
+    ErrorResponse,
     NoReplicaError,
     NotReadyError,
     PromptTooLongError,
@@ -27,11 +27,11 @@ from deployments.wire.errors import (
     UnknownModelError,
     UnknownRouteError,
     WrongMethodError,
-    answer_for,
     normalised,
     normalised_events,
+    response_for,
 )
-from deployments.wire.routes import AnswerForm
+from deployments.wire.routes import ResponseForm
 
 
 def error_in(body: bytes) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def error_in(body: bytes) -> dict[str, Any]:
 def test_each_error_has_its_status_type_and_code(
     error: RequestError | CapacityError, status: int, kind: str, code: str | None
 ) -> None:
-    answer = answer_for(error)
+    answer = response_for(error)
 
     assert answer.status == status
     assert error_in(answer.body) == {
@@ -93,7 +93,7 @@ def test_each_error_has_its_status_type_and_code(
 def test_failures_keep_their_details_to_the_log(
     error: ReplicaLostError, status: int, code: str, retry_after: bytes | None
 ) -> None:
-    answer = answer_for(error)
+    answer = response_for(error)
 
     assert (answer.status, error_in(answer.body)["code"]) == (status, code)
     assert dict(answer.headers).get(b"retry-after") == retry_after
@@ -101,7 +101,7 @@ def test_failures_keep_their_details_to_the_log(
 
 
 def test_clients_are_told_not_to_retry_what_kills_engines() -> None:
-    assert dict(answer_for(EnginesDiedError("dead")).headers)[b"x-should-retry"] == b"false"
+    assert dict(response_for(EnginesDiedError("dead")).headers)[b"x-should-retry"] == b"false"
 
 
 @pytest.mark.parametrize(
@@ -136,20 +136,20 @@ def test_the_catalogue_and_the_errors_name_every_reason() -> None:
 
 
 def test_retry_after_is_in_whole_seconds() -> None:
-    headers = dict(answer_for(CapacityError("full", retry_after_s=1.2)).headers)
+    headers = dict(response_for(CapacityError("full", retry_after_s=1.2)).headers)
 
     assert headers[b"retry-after"] == b"2"
 
 
 def test_an_error_ends_a_stream_with_done() -> None:
-    events = answer_for(ReplicaLostError("dead")).events().split(b"\n\n")
+    events = response_for(ReplicaLostError("dead")).events().split(b"\n\n")
 
     assert error_in(events[0].removeprefix(b"data: "))["code"] == "engine_lost"
     assert events[1:] == [b"data: [DONE]", b""]
 
 
 def test_content_length_counts_bytes() -> None:
-    answer = ErrorAnswer(404, "ä")
+    answer = ErrorResponse(404, "ä")
 
     assert dict(answer.headers)[b"content-length"] == str(len(answer.body)).encode()
 
@@ -199,7 +199,7 @@ def test_an_error_within_a_stream_of_chunks_has_our_form(code: int | None, kind:
     error = {"message": "wrong", "type": "BadRequestError", "param": "body.n", "code": code}
     event = b"data: %s\n\n" % json.dumps({"error": error}).encode()
 
-    events = normalised_events(TEXT + event + b"data: [DONE]\n\n", AnswerForm.CHUNKS)
+    events = normalised_events(TEXT + event + b"data: [DONE]\n\n", ResponseForm.CHUNKS)
 
     first, second, last = events.strip().split(b"\n\n")
     assert first == TEXT.strip()
@@ -217,7 +217,7 @@ def test_an_error_within_a_stream_of_messages_has_anthropics_form() -> None:
     error = {"type": "error", "error": {"type": "internal_error", "message": "failed"}}
     event = b"event: error\ndata: %s\n\n" % json.dumps(error).encode()
 
-    events = normalised_events(before + event, AnswerForm.MESSAGES)
+    events = normalised_events(before + event, ResponseForm.MESSAGES)
 
     assert events.startswith(before + b"event: error\n")
     assert json.loads(events.rpartition(b"data: ")[2]) == {
@@ -226,8 +226,8 @@ def test_an_error_within_a_stream_of_messages_has_anthropics_form() -> None:
     }
 
 
-@pytest.mark.parametrize("form", AnswerForm)
-def test_events_without_an_error_are_left_alone(form: AnswerForm) -> None:
+@pytest.mark.parametrize("form", ResponseForm)
+def test_events_without_an_error_are_left_alone(form: ResponseForm) -> None:
     assert normalised_events(TEXT, form) == TEXT
 
 

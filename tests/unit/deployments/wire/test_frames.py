@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from apar_core.journal import ThreadDelta
-from deployments.wire.answer import AnswerBroken, AnswerEnd, AnswerStart, Piece
 from deployments.wire.frames import (
     Call,
     FrameError,
@@ -24,6 +23,7 @@ from deployments.wire.frames import (
     read_reply,
 )
 from deployments.wire.request import Deadlines, RelayedRequest, RequestHint, RequestTerms
+from deployments.wire.response import Piece, ResponseBroken, ResponseEnd, ResponseStart
 
 COUNTS = st.integers(0, 2**40)
 TEXTS = st.text(max_size=20)
@@ -83,7 +83,7 @@ CALLS = st.builds(
 )
 PARTS: st.SearchStrategy[Any] = (
     st.builds(
-        AnswerStart,
+        ResponseStart,
         st.integers(100, 599),
         HEADERS,
         BYTES,
@@ -94,9 +94,9 @@ PARTS: st.SearchStrategy[Any] = (
     )
     | st.builds(Piece, BYTES, JOURNALS, COUNTS, COUNTS)
     | st.builds(
-        AnswerEnd, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.none() | TEXTS, FLOATS, FLOATS
+        ResponseEnd, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.none() | TEXTS, FLOATS, FLOATS
     )
-    | st.builds(AnswerBroken, TEXTS, st.booleans())
+    | st.builds(ResponseBroken, TEXTS, st.booleans())
 )
 LIMIT = max_call_bytes(1000)
 
@@ -135,7 +135,7 @@ def test_a_reply_arrives_as_it_was_sent(reply: Reply) -> None:
 def test_a_long_body_is_cut_into_frames_after_its_journal() -> None:
     body = bytes(range(256)) * 40_000
     journal = (ThreadDelta((0,), (1, 2)),)
-    whole = (AnswerStart(200, [], body, journal, 2), AnswerEnd(1, 2))
+    whole = (ResponseStart(200, [], body, journal, 2), ResponseEnd(1, 2))
 
     async def arrived(data: bytes) -> list[Any]:
         reader = reader_of(data)
@@ -147,7 +147,7 @@ def test_a_long_body_is_cut_into_frames_after_its_journal() -> None:
     start, *rest, end = asyncio.run(arrived(part_frames(whole)))
     first, *pieces = asyncio.run(arrived(part_frames(Piece(body, journal, 2))))
 
-    assert (start.journal, start.num_tokens, end) == (journal, 2, AnswerEnd(1, 2))
+    assert (start.journal, start.num_tokens, end) == (journal, 2, ResponseEnd(1, 2))
     assert (first.journal, first.num_tokens) == (journal, 2)
     assert [each[1:] for each in rest] == [each[1:] for each in pieces] == [((), 0, 0)] * 2
     assert b"".join(each.body for each in (start, *rest)) == body
@@ -193,10 +193,10 @@ def test_a_pickle_is_data_that_no_frame_holds() -> None:
     [
         (Call("whole", RelayedRequest("POST", "/", b"", [], b"")), read_call, (1000,), 1000),
         (Reply.FULL, read_reply, (), 64),
-        (AnswerStart(200, [], b""), read_part, (), 20 * 2**20),
+        (ResponseStart(200, [], b""), read_part, (), 20 * 2**20),
         (Piece(b""), read_part, (), 20 * 2**20),
-        (AnswerEnd(), read_part, (), 4096),
-        (AnswerBroken("dead"), read_part, (), 65_536),
+        (ResponseEnd(), read_part, (), 4096),
+        (ResponseBroken("dead"), read_part, (), 65_536),
     ],
 )
 def test_each_kind_of_frame_has_a_largest_length(
@@ -216,8 +216,8 @@ def test_a_call_is_bounded_by_the_limit_on_bodies_and_room_for_a_journal() -> No
 
 
 def test_what_is_too_long_is_not_sent() -> None:
-    with pytest.raises(ValueError, match="AnswerBroken with 70026 bytes, more than 65536"):
-        frame(AnswerBroken("x" * 70_000))
+    with pytest.raises(ValueError, match="ResponseBroken with 70026 bytes, more than 65536"):
+        frame(ResponseBroken("x" * 70_000))
 
 
 @pytest.mark.parametrize("value", [None, ValueError("no"), {"a": 1}, 5])

@@ -3,21 +3,21 @@
 from starlette.types import ASGIApp
 
 from deployments.replica.answering import FollowedRequest, call_application
-from deployments.wire.answer import AnswerStart
 from deployments.wire.request import RelayedRequest
+from deployments.wire.response import ResponseStart
 
 
-async def whole_answer(
+async def whole_response(
     app: ASGIApp, request: RelayedRequest, followed: FollowedRequest | None = None
-) -> AnswerStart:
+) -> ResponseStart:
     """Return the application's whole answer in one part."""
-    start: AnswerStart | None = None
+    start: ResponseStart | None = None
     pieces: list[bytes] = []
     async for part in call_application(app, request, followed):
-        if isinstance(part, AnswerStart):
+        if isinstance(part, ResponseStart):
             start = part
             pieces.append(part.body)
         else:
             pieces.append(part)
     assert start is not None
-    return AnswerStart(start.status, start.headers, b"".join(pieces))
+    return ResponseStart(start.status, start.headers, b"".join(pieces))

@@ -1,9 +1,8 @@
-"""The parts in which an answer travels from a replica to the gateway.
+"""The parts in which a response travels from a replica to the gateway.
 
-A streamed answer is one `AnswerStart`, any number of `Piece`s, and one `AnswerEnd`. A whole answer
-is any number of `Piece`s without body, then one pair of start and end. Either may end with
-`AnswerBroken` at any point if the replica cannot continue, or simply stop if the replica's process
-has died.
+A stream is one `ResponseStart`, any number of `Piece`s, and one `ResponseEnd`. A whole response is
+any number of `Piece`s without body, then one pair of start and end. Either may end with
+`ResponseBroken` at any point if the replica cannot continue, or stop if its process has died.
 """
 
 from dataclasses import dataclass, fields
@@ -15,7 +14,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerStart:
+class ResponseStart:
     """Status, headers and the first piece of the body, with the other facts of that piece.
 
     `continuable` says whether another replica can continue the answer from its journal.
@@ -31,7 +30,7 @@ class AnswerStart:
 
     def __setstate__(self, state: list[Any]) -> None:
         """Unpickle; replicas of an earlier version send fewer fields, those of a later one more."""
-        AnswerStart.__init__(self, *state[: len(fields(self))])
+        ResponseStart.__init__(self, *state[: len(fields(self))])
 
 
 class Piece(NamedTuple):
@@ -55,7 +54,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerEnd:
+class ResponseEnd:
     """The cost of the whole answer; zeros if the request never reached the engine.
 
     `replica` is Ray Serve's id of the replica that finished the answer. The request spent
@@ -73,18 +72,18 @@ class AnswerEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerBroken:
+class ResponseBroken:
     """The replica cannot continue: its engine has died, or it hands its requests to others."""
 
     reason: str
     engine_died: bool = False
 
 
-def ends_answer(part: object) -> bool:
+def ends_response(part: object) -> bool:
     """Return whether a part is the last one of its answer."""
-    is_whole = isinstance(part, tuple) and isinstance(part[0], AnswerStart)
-    return is_whole or isinstance(part, AnswerEnd | AnswerBroken)
+    is_whole = isinstance(part, tuple) and isinstance(part[0], ResponseStart)
+    return is_whole or isinstance(part, ResponseEnd | ResponseBroken)
 
 
-AnswerPart = AnswerStart | Piece | AnswerEnd | AnswerBroken
-WholeAnswer = Piece | tuple[AnswerStart, AnswerEnd] | AnswerBroken
+ResponsePart = ResponseStart | Piece | ResponseEnd | ResponseBroken
+WholeResponse = Piece | tuple[ResponseStart, ResponseEnd] | ResponseBroken
