@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
-from tests.fakes.whole_response import whole_response
 
 from apar_core.engine.thread_tags import StreamTags
 from apar_core.errors import RequestError
@@ -22,6 +21,7 @@ from deployments.replica.apar_extension import (
 )
 from deployments.wire.request import RelayedRequest
 from deployments.wire.response import ResponseStart
+from tests.fakes.whole_response import whole_response
 
 FORK, CHILD = 7, 8
 CONTROL = frozenset({FORK, CHILD})

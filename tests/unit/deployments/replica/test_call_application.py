@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 from starlette.types import Receive, Scope, Send
-from tests.fakes.whole_response import whole_response
 
 from deployments.replica.answering import call_application
 from deployments.wire.request import RelayedRequest
 from deployments.wire.response import ResponseStart
+from tests.fakes.whole_response import whole_response
 
 pytestmark = pytest.mark.usefixtures("simulated_time")
 REQUEST = RelayedRequest("POST", "/v1/completions", b"a=b", [(b"x", b"y")], b"body")
