@@ -62,7 +62,7 @@ def test_shipped_format_is_what_its_own_fields_define(name: str) -> None:
         ({**WAITS, "outlines": {"pattern": "a"}}, "(?P<number>...)"),
         ({**WAITS, "child_seed": "{topic}"}, "the field {topic} is unknown"),
         ({"like": "nobody"}, "unknown format 'nobody'; known: apar,"),
-        ({"like": "multiverse"}, "'multiverse' cannot be served: it continues behind"),
+        ({"like": "multiverse"}, "'multiverse' cannot be served: it continues after"),
         ("npr", "'npr' cannot be served"),
     ],
 )

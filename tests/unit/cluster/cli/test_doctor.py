@@ -130,7 +130,7 @@ def test_a_checkpoint_shows_its_format_and_how_it_was_found() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("npr", "'npr' cannot be served: it continues behind the stitched keys"),
+        ("npr", "'npr' cannot be served: it continues after the stitched keys"),
         ("none", "unknown format 'none'"),
         ("hpd-parsing", "format 'hpd-parsing' needs '<FORK>' as one token"),
     ],

@@ -214,7 +214,7 @@ def test_a_missing_folder_of_prompt_tokens_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("multiverse", "parallel_format.*'multiverse' cannot be served: it continues behind"),
+        ("multiverse", "parallel_format.*'multiverse' cannot be served: it continues after"),
         ("mine", "parallel_format.*unknown format 'mine'; known: apar, apar-released"),
         ({"name": "mine"}, "parallel_format.trigger.*Field required"),
     ],
