@@ -3,9 +3,6 @@
 # `venv` and `serve` take the CUDA build on a machine with an NVIDIA driver, and everything else the
 # CPU build, for which checks and tests are written.
 .DEFAULT_GOAL := help
-# One more than there are cores: tests also wait, for servers to start and for timeouts.
-TEST_WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
-
 .PHONY: help venv serve test test-slow test-kills soak fuzz docs docs-references dashboards k8s sizing check check-quick format bench check-gpu train-tiny eval-tiny lock pin clean
 
 PYTHON ?= python3
@@ -50,12 +47,12 @@ $(SERVE_FETCHED): $(SERVE_INSTALLED)
 serve: $(SERVE_FETCHED) ## Serve apar-smollm2 on http://127.0.0.1:8000/v1, or the embedded model if it was not fetched
 	$(SERVE_VENV)/bin/apar serve
 
-test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" --numprocesses $(TEST_WORKERS)
+test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (13 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" --numprocesses auto
 
 test-slow: $(INSTALLED) ## Run the slow tests, and the property tests on four times as many examples
 	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
-	APAR_ALL_EXAMPLES=1 $(BIN)/python -m pytest -m "hypothesis and not slow" --numprocesses $(TEST_WORKERS)
+	APAR_ALL_EXAMPLES=1 $(BIN)/python -m pytest -m "hypothesis and not slow" --numprocesses auto
 
 test-kills: $(INSTALLED) ## Kill 50 gateways, replicas, engines, HAProxies and controllers under load (25 minutes; KILLS=, REQUESTS=, SEED=)
 	APAR_KILLS=$(KILLS) APAR_KILL_REQUESTS=$(REQUESTS) APAR_KILL_SEED=$(SEED) $(BIN)/python -m pytest -m kills tests/integration/serving/test_kills.py
