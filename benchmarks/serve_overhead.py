@@ -204,7 +204,7 @@ def _serve_application(settings: ClusterConfig) -> Iterator[Server]:
         yield Server(SERVE, settings.port, ray_processes)
 
 
-class _Response(NamedTuple):
+class _Answered(NamedTuple):
     """Tokens, latency, time to the first chunk (s), and chunks of one answer."""
 
     tokens: int
@@ -233,7 +233,7 @@ def _measure(server: Server, jobs: list[Job], concurrency: int) -> dict[str, Any
     }
 
 
-async def _send(server: Server, jobs: list[Job], concurrency: int) -> tuple[list[_Response], float]:
+async def _send(server: Server, jobs: list[Job], concurrency: int) -> tuple[list[_Answered], float]:
     records: list[RequestRecord] = []
     target = Target(url=f"http://127.0.0.1:{server.port}")
     async with LoadClient(target, timeout_s=TIMEOUT_S) as client:
@@ -242,15 +242,15 @@ async def _send(server: Server, jobs: list[Job], concurrency: int) -> tuple[list
     if failed := [record for record in records if record.error is not None]:
         raise RuntimeError(f"{server.name}: {failed[0].error}: {failed[0].message}")
     return [
-        _Response(record.text_tokens, record.end_s, record.pieces[0][0], len(record.pieces))
+        _Answered(record.text_tokens, record.end_s, record.pieces[0][0], len(record.pieces))
         for record in records
     ], duration_s
 
 
 async def _send_whole(
     server: Server, jobs: list[Job], concurrency: int
-) -> tuple[list[_Response], float]:
-    answers: list[_Response] = []
+) -> tuple[list[_Answered], float]:
+    answers: list[_Answered] = []
     waiting = iter(jobs)
     url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
 
@@ -260,7 +260,7 @@ async def _send_whole(
             answer = await client.post(url, content=job.body)
             end_s = time.monotonic() - began_s
             tokens = answer.raise_for_status().json()["usage"]["completion_tokens"]
-            answers.append(_Response(tokens, end_s, end_s, 1))
+            answers.append(_Answered(tokens, end_s, end_s, 1))
 
     headers = {"Content-Type": "application/json"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

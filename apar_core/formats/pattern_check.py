@@ -183,7 +183,7 @@ def _check_ways(automaton: _Automaton, loops: Sequence[set[int]]) -> None:
     """Raise ValueError if many ways without a round of a loop can read the same text."""
     loop_of = {each: loop for loop in loops for each in loop}
     ways: dict[int, int] = {}
-    # Those after a position come before it, apart from its own loop.
+    # The positions that follow a position are handled before it, except those of its own loop.
     for each in sorted(
         range(len(automaton.after)), key=lambda each: len(automaton.reached[each] | {each})
     ):

@@ -95,7 +95,9 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
     }
     # vLLM's own schedulers have no threads.
     if not isinstance(getattr(scheduler, "threads", None), ThreadTable):
-        return CoreState(requests=len(scheduler.requests), **counts)
+        return CoreState(
+            requests=len(scheduler.requests), **counts, family_counts=family_counts or {}
+        )
     groups = scheduler.threads.groups
     admission, sharing, clock = scheduler.admission, scheduler.block_sharing, scheduler.step_clock
     policy = admission.policy

@@ -64,8 +64,9 @@ def grid(workers: int, make: Callable[..., Worker], *args: Any) -> Iterator[Grid
 
         def run(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
             futures = {pool.submit(_run, task): task for task in tasks}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+            for future in as_completed(list(futures)):
+                # Results may be large, so none is kept.
+                yield futures.pop(future), future.result()
 
         yield run
 

@@ -170,7 +170,8 @@ class FairQueue:
     """Admits requests to the replicas of one model in fair order.
 
     Belongs to one event loop. At most `capacity` sequences run at once. While there is room, a
-    request waits only if its key is at its own cap, or after a request that needs more room.
+    request waits only if its key is at its own cap, or if it is behind a request that needs
+    more room.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class FairQueue:
         try:
             return await self._admitted(account, due, max_wait_s, size)
         except BaseException:
-            self._grant()  # Others may have waited after a request of many sequences.
+            self._grant()  # Others may have waited behind a request of many sequences.
             self._accounts.forget_idle(account.priority)
             raise
 

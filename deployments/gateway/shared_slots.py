@@ -1,9 +1,9 @@
 """Slots shared by several gateways, as leases whose sum never exceeds the limit.
 
-A slot takes one sequence: at a model's replicas, or under a key's `max_threads`. Each
-gateway has its own queue, but no slot may be used twice. So a gateway starts a request only on
-slots that it has leased from the `SlotLedger`. Gateways ask the ledger several times a second, and
-at once if a request waits.
+A slot takes one sequence: at a model's replicas, or under a key's `max_threads`. Each gateway has
+its own queue, but no slot may be used twice. So a gateway starts a request only on slots that it
+has leased from the `SlotLedger`. Gateways ask the ledger several times a second, and at once if a
+request waits.
 
 A lease grows only by slots that no other gateway holds. When a lease shrinks, its slots are free
 for others once the gateway has confirmed the lower number. So a lost, late or repeated message

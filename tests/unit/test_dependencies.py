@@ -25,7 +25,13 @@ FORBIDDEN = {
     "apar_core": {"cluster", "dashboards", "deployments", "ray", "fastapi", "starlette"},
     "cluster": {"dashboards"},
     # The dashboards are generated from the metric catalogue, without a running process.
-    "dashboards": {"apar_core", "cluster", "ray", "vllm"},
+    "dashboards": {
+        "apar_core",
+        "cluster",
+        *(f"deployments.{name}" for name in ("app", "gateway", "relay", "replica", "routing")),
+        "ray",
+        "vllm",
+    },
     "deployments": {"cluster", "dashboards"},
 }
 # The console script starts the command line from a package whose name is ours alone.

@@ -377,11 +377,11 @@ def _workload(
     )
     system = tuple(TEXT_IDS[index % len(TEXT_IDS)] for index in range(system_tokens))
 
-    def after_it(question: Question) -> Question:
+    def with_system_prompt(question: Question) -> Question:
         answer = question.answer
         return replace(question, answer=replace(answer, prompt_ids=system + answer.prompt_ids))
 
-    return Workload([after_it(each) for each in workload.questions], workload.marker_id)
+    return Workload([with_system_prompt(each) for each in workload.questions], workload.marker_id)
 
 
 def do_runs(
@@ -411,6 +411,7 @@ def do_runs(
             steps.save(_path(folder, name))
             store.add(str(name), {})
             done()
+    store.sort()
 
 
 def load_run(folder: Path, settings: FamilyAttentionSettings, name: RunName) -> RecordedSteps:

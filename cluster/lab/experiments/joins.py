@@ -113,7 +113,7 @@ class JoinedQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Response:
+class _Expected:
     """An answer for the driver to check; text tokens are those of the recorded answer."""
 
     answer_id: str
@@ -122,8 +122,8 @@ class _Response:
     text_tokens: int
 
 
-def _answer(question: JoinedQuestion, flat: list[int]) -> _Response:
-    return _Response(question.answer_id, question.category, flat, len(question.plain) - 1)
+def _answer(question: JoinedQuestion, flat: list[int]) -> _Expected:
+    return _Expected(question.answer_id, question.category, flat, len(question.plain) - 1)
 
 
 class OneSequence:

@@ -44,6 +44,10 @@ class PartStore:
         """Store the result of a part."""
         self._store.add(Part(name=name, data=data))
 
+    def sort(self) -> None:
+        """Rewrite the file in the order of names, whichever part ended first."""
+        self._store.sort()
+
     def get_or_do(self, name: str, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of a part; call `do` and store its result if the part is missing."""
         if not self.has(name):
