@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from deployments.config.autoscaling import AutoscalingConfig
+
+if TYPE_CHECKING:
+    from apar_core.scheduler.core_state import CoreState
 
 # Window of the load trend, and the shortest time from which a trend is computed.
 _TREND_S = 15.0
@@ -29,6 +33,16 @@ class ReplicaReport:
     threads: float
     waiting_forks: float
     kv_use: float
+
+    @classmethod
+    def of(cls, requests: int, state: CoreState) -> ReplicaReport:
+        """Return the report of a replica with `requests` calls inside and this engine state."""
+        return cls(
+            requests=float(requests),
+            threads=float(state.threads),
+            waiting_forks=float(state.deferred_threads),
+            kv_use=state.kv_use,
+        )
 
 
 @dataclass(frozen=True, slots=True)

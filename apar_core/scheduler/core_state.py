@@ -85,19 +85,18 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
     """Return the state of an engine core by its scheduler."""
     pool = scheduler.kv_cache_manager.block_pool
     num_running, num_waiting = scheduler.get_request_counts()
-    counts = {
+    counts: dict[str, Any] = {
         "threads": len(scheduler.requests),
         "running_threads": num_running,
         "waiting_threads": num_waiting,
         # Without vLLM's null block, which is never free and never used.
         "kv_blocks": pool.num_gpu_blocks - 1,
         "free_blocks": pool.get_num_free_blocks(),
+        "family_counts": family_counts or {},
     }
     # vLLM's own schedulers have no threads.
     if not isinstance(getattr(scheduler, "threads", None), ThreadTable):
-        return CoreState(
-            requests=len(scheduler.requests), **counts, family_counts=family_counts or {}
-        )
+        return CoreState(requests=len(scheduler.requests), **counts)
     groups = scheduler.threads.groups
     admission, sharing, clock = scheduler.admission, scheduler.block_sharing, scheduler.step_clock
     policy = admission.policy
@@ -115,7 +114,6 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
         step_s=clock.mean_s,
         steps=StepTotals(clock.num_steps, clock.num_rows, clock.busy_s),
         step_costs=policy.learned.costs if isinstance(policy, AdaptivePolicy) else None,
-        family_counts=family_counts or {},
     )
 
 

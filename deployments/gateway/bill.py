@@ -6,7 +6,7 @@ from typing import Self
 
 from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
-from deployments.gateway.ledger import UNKNOWN_MODEL, Ledger, Tally
+from deployments.gateway.ledger import Ledger, Tally, usage_model
 from deployments.gateway.rate_limits import Admission
 from deployments.gateway.request_log import RequestRecord
 from deployments.wire.response import ResponseEnd
@@ -69,8 +69,7 @@ class Bill:
             self._admission = (*self._admission, *await rates.admit_tokens(prompt_tokens))
         self._is_admitted = True
         if key is not None:
-            model = record.adapter or record.model or UNKNOWN_MODEL
-            self._tally = self._ledger.begin(key, model, prompt_tokens)
+            self._tally = self._ledger.begin(key, usage_model(record), prompt_tokens)
 
     def placed(self, ticket: Ticket) -> None:
         """Record the ticket for the request's slots at the model that answers."""
@@ -78,7 +77,7 @@ class Bill:
         self._ticket = ticket
         record.queue_s = round(ticket.queued_s, 6)
         if self._tally is not None and record.fallback_of is not None:
-            self._tally.answered_by(record.adapter or record.model or UNKNOWN_MODEL)
+            self._tally.answered_by(usage_model(record))
 
     @property
     def _slots(self) -> Ticket:

@@ -27,6 +27,11 @@ UNKNOWN_MODEL = "unknown"
 """Model recorded for requests that named no model that the key may use."""
 
 
+def usage_model(record: RequestRecord) -> str:
+    """Return the model or adapter for which a request's usage is recorded."""
+    return record.adapter or record.model or UNKNOWN_MODEL
+
+
 class Budget(NamedTuple):
     """A limit of a key per calendar day or month; `field` is its name in the configuration."""
 
@@ -132,8 +137,7 @@ class Ledger:
 
     def refused(self, key: str, record: RequestRecord) -> None:
         """Count a request that was not sent to a replica."""
-        model = record.adapter or record.model or UNKNOWN_MODEL
-        self.add(self.row(key, model), Usage(refused=1))
+        self.add(self.row(key, usage_model(record)), Usage(refused=1))
 
     async def flush(self) -> None:
         """Write the counted usage. Raises StoreError; the usage is then kept and written later."""

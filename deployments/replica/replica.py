@@ -153,13 +153,7 @@ class Replica(Answering):
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Report the load to the autoscaling policy; called by Ray Serve."""
         state = await self._engine.core_state()
-        report = ReplicaReport(
-            requests=float(self.num_inside),
-            threads=float(state.threads),
-            waiting_forks=float(state.deferred_threads),
-            kv_use=state.kv_use,
-        )
-        return asdict(report)
+        return asdict(ReplicaReport.of(self.num_inside, state))
 
     async def load(self) -> dict[str, Any]:
         """Return the engine core's state, for tests and benchmarks.

@@ -161,15 +161,7 @@ class Replica:
 
     def autoscaling_report(self) -> ReplicaReport:
         """Return the mean of the last reports to the autoscaler, the current one included."""
-        state = self.core.state()
-        self.autoscaling_reports.append(
-            ReplicaReport(
-                len(self.outcomes),
-                state.threads,
-                state.deferred_threads,
-                state.kv_use,
-            )
-        )
+        self.autoscaling_reports.append(ReplicaReport.of(len(self.outcomes), self.core.state()))
         reports = self.autoscaling_reports
         return ReplicaReport(
             fmean(each.requests for each in reports),
