@@ -27,7 +27,7 @@ from apar_core.engine.replay import (
 from apar_core.engine.request_follower import find_client
 from apar_core.errors import RequestError
 from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, NO_TOKEN, ForkParameters, KeyTerms
-from apar_core.formats.blocks import block_rules
+from apar_core.formats.rules import block_rules
 from apar_core.formats.control_tokens import (
     ControlTokens,
     Markers,

@@ -10,6 +10,7 @@ import numpy as np
 from vllm import SamplingParams
 
 from apar_core.engine.block_threads import BlockThreads
+from apar_core.engine.list_threads import ListThreads
 from apar_core.engine.paced_outputs import pace
 from apar_core.engine.request_follower import RequestFollower, beam_search_of, find_client
 from apar_core.engine.resume_request import outputs_so_far
@@ -22,7 +23,7 @@ from apar_core.engine.thread_outputs import (
 )
 from apar_core.engine.thread_tags import Decoder, ThreadTags
 from apar_core.fork_parameters import ForkParameters, may_be_held
-from apar_core.formats.blocks import block_rules
+from apar_core.formats.rules import block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.constraints import constraint_error, failed_constraint
 from apar_core.scheduler.held_outputs import interval_under_load
@@ -128,6 +129,17 @@ class ForkOutputProcessor(OutputProcessor):
         if parameters.blocks is not None:
             rules = block_rules(parameters.blocks, self.tokenizer)
             prompt = request.prompt_token_ids or []
+            if rules.cancels:
+                params = request.sampling_params
+                return ListThreads(
+                    request_id,
+                    parameters,
+                    rules,
+                    prompt,
+                    follower,
+                    num_logprobs=num_logprobs,
+                    max_tokens=None if params is None else params.max_tokens,
+                )
             return BlockThreads(
                 request_id, parameters, rules, prompt, follower, num_logprobs=num_logprobs
             )

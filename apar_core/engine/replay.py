@@ -23,7 +23,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from apar_core.errors import RequestError, validation_summary
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import BlockRules, OpenBlock, split_at_blocks
+from apar_core.formats.blocks import BlockReader, BlockRules, OpenBlock, split_at_blocks
+from apar_core.formats.lists import ListRules
+from apar_core.formats.rules import JoinRules
 from apar_core.journal import Journal
 from apar_core.tree.thread_names import child_replay_key, replay_key_of_path
 
@@ -120,7 +122,7 @@ class ReplayRules:
 
     vocabulary_size: int
     end_ids: frozenset[int]
-    blocks: BlockRules | None = None
+    blocks: JoinRules | None = None
 
     def parse(
         self,
@@ -143,6 +145,8 @@ class ReplayRules:
             raise _refusal(validation_summary(error)) from error
         is_forking = parameters is not None and parameters.enabled
         rules = self.blocks if is_forking else None
+        if isinstance(rules, ListRules):
+            raise _refusal("lists cannot be replayed in threads: set `apar.enabled` to false")
         closing_ids = frozenset() if rules is None else rules.end_ids
         for key, token_ids in scripts.items():
             self._check_thread(key, token_ids, closing_ids if key else frozenset())
@@ -293,9 +297,7 @@ class _BlockCheck:
                 raise _too_long(key, len(sequence), end, self._context_tokens)
             texts: list[list[int]] = []
             for child in block.children:
-                inherited: list[int] = []
-                if block.num_inherited is not None:
-                    inherited = sequence[: segment_start + block.num_inherited]
+                inherited = sequence[: block.num_inherited_by(child, segment_start)]
                 child_key = child_replay_key(key, num_children)
                 num_children += 1
                 if child_key not in self._scripts:
@@ -321,8 +323,8 @@ class _BlockCheck:
             return iter(())
         return split_at_blocks(
             self._rules,
+            BlockReader(self._rules, self._prompt_ids, is_child=bool(key)),
             self._scripts[key],
-            lambda: self._prompt_ids,
             has_ended=True,
             num_children=0,
         )

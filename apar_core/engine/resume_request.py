@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import block_rules
+from apar_core.formats.rules import block_rules
 from apar_core.journal import EndReason, Journal, ThreadDelta, to_plain
 from apar_core.scheduler.block_journal import RebuiltThread, completed_blocks, rebuilt_threads
 from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences
@@ -75,7 +75,8 @@ def _thread_in_order(
     for end, number in threads[path].blocks:
         yield ThreadDelta(path, delta.token_ids[start:end])
         for ordinal in range(num_children, num_children + number):
-            yield from _thread_in_order((*path, ordinal), threads)
+            if (*path, ordinal) in threads:
+                yield from _thread_in_order((*path, ordinal), threads)
         num_children += number
         start = end
     yield delta._replace(token_ids=delta.token_ids[start:])

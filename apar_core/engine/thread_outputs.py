@@ -7,7 +7,7 @@ with the tokens whose position in the restored text is certain.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -259,23 +259,24 @@ class RequestThreads:
         return child_id
 
     def _append(self, thread: ThreadId, output: EngineCoreOutput, start: int, end: int) -> None:
-        if start >= end:
-            return
+        if start < end:
+            self.tree.append(thread, self._text_tokens(output, start, end))
+
+    def _text_tokens(
+        self, output: EngineCoreOutput, start: int, end: int
+    ) -> Iterable[TextToken]:
+        """Return tokens of an output with what the request asked for of each."""
         logprobs, mask = output.new_logprobs, output.new_sampling_mask
         if logprobs is None and mask is None:
-            self.tree.append(thread, map(plain_token, output.new_token_ids[start:end]))
-            return
+            return map(plain_token, output.new_token_ids[start:end])
         self._has_details = True
-        self.tree.append(
-            thread,
-            (
-                TextToken(
-                    output.new_token_ids[index],
-                    None if logprobs is None else logprobs.slice_request(index, 1),
-                    sampling_mask=None if mask is None else _mask_of_token(mask, index),
-                )
-                for index in range(start, end)
-            ),
+        return (
+            TextToken(
+                output.new_token_ids[index],
+                None if logprobs is None else logprobs.slice_request(index, 1),
+                sampling_mask=None if mask is None else _mask_of_token(mask, index),
+            )
+            for index in range(start, end)
         )
 
     def _finish(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> None:

@@ -23,6 +23,8 @@ from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 Update = dict[str, Any]
 """A `ThreadUpdate` of `deployments/wire/thread_stream.py` as a plain dictionary."""
 
+DISCARDED = "discarded"
+"""Finish reason of a thread whose text is no part of the answer."""
 CUT = "cut"
 """Finish reason of a thread that had not ended when the answer did."""
 # Enough for the longest character, and for tokenizers that treat a text's first token differently.
@@ -136,6 +138,15 @@ class ThreadTags:
         """Note why a thread has ended; without a reason, the end of the answer has cut it."""
         self._reasons[thread] = reason
 
+    def discard(self, thread: ThreadId) -> None:
+        """Note that a thread's text was removed."""
+        self._reasons[thread] = DISCARDED
+        known = self._threads.get(thread)
+        if known is not None:
+            self._read(known)
+            for paragraph in known.paragraphs:
+                self._compare(paragraph, "")
+
     def read(self) -> None:
         """Read what the threads have written since the last call."""
         for thread in self._threads.values():
@@ -246,7 +257,8 @@ class ThreadTags:
             paragraph.thread.new_edits.append(edit)
 
     def _update(self, thread: _Thread) -> Update | None:
-        num_tokens, state = thread.num_tokens - thread.num_reported_tokens, thread.state
+        num_tokens = max(0, thread.num_tokens - thread.num_reported_tokens)
+        state = thread.state
         if not (
             thread.new_text or thread.new_edits or num_tokens or state != thread.reported_state
         ):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from apar_core.errors import CheckpointError
 from apar_core.formats.control_tokens import Tokenizer
@@ -32,10 +32,12 @@ class BlockChild:
 
     seed: tokens forced after what the child inherits.
     header: tokens before its text in the joined text.
+    num_skipped: how many of the tokens that the block's children inherit this child does not.
     """
 
     seed: tuple[int, ...]
     header: tuple[int, ...]
+    num_skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,15 @@ class OpenBlock:
     children: tuple[BlockChild, ...]
     num_inherited: int | None
 
+    def num_inherited_by(self, child: BlockChild, segment_start: int) -> int:
+        """Return how many tokens of the thread's sequence a child inherits.
+
+        `segment_start` counts those before its last join.
+        """
+        if self.num_inherited is None:
+            return 0
+        return segment_start + self.num_inherited - child.num_skipped
+
 
 @dataclass(frozen=True, slots=True)
 class JoinedText:
@@ -62,6 +73,63 @@ class JoinedText:
     num_kept: int
     token_ids: tuple[int, ...]
     continues: bool
+
+
+class ThreadReader(Protocol):
+    """Reads what one thread generates, token by token; scheduler and API process have one each."""
+
+    @property
+    def ends_list(self) -> bool:
+        """Whether a child that has ended cancels the block's next one (`formats/lists.py`)."""
+
+    def read(
+        self, token_id: int, generated: Callable[[], Sequence[int]]
+    ) -> OpenBlock | bool | None:
+        """Return the block that opens after a token, or whether the token ends the thread.
+
+        `generated` returns the thread's tokens since its last join, up to this one. Tokens that
+        are not in the format's `marker_ids` need not be read.
+        """
+
+    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...] | None:
+        """Return the text of a thread that has ended, from its own tokens.
+
+        `own` lacks the end token of the model, with which the thread ended if `itself`. None: the
+        thread is no part of the joined text.
+        """
+
+    def num_text(self, num_own: int) -> int:
+        """Return how many of an ended thread's tokens are text."""
+
+
+class BlockReader:
+    """Reads a thread of a format with a trigger."""
+
+    ends_list = False
+
+    def __init__(self, rules: BlockRules, prompt: Sequence[int], *, is_child: bool) -> None:
+        self._rules, self._prompt, self._is_child = rules, prompt, is_child
+
+    def read(
+        self, token_id: int, generated: Callable[[], Sequence[int]]
+    ) -> OpenBlock | bool | None:
+        """Return the block that opens after a token, or whether the token ends the thread."""
+        rules = self._rules
+        if token_id not in rules.marker_ids:
+            return None
+        if self._is_child and rules.ends_child(token_id):
+            return True
+        if self._is_child and not rules.nests:
+            return None
+        return rules.open(generated(), lambda: self._prompt)
+
+    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
+        """Return the text of a thread that has ended: all of its own tokens."""
+        return tuple(own)
+
+    def num_text(self, num_own: int) -> int:
+        """Return how many of an ended thread's tokens are text: all."""
+        return num_own
 
 
 class BlockRules:
@@ -103,6 +171,21 @@ class BlockRules:
             )
         self.close_ids = resolved.encode(join.close) if self.shows_children else ()
         self.suffix_ids = resolved.encode(join.suffix) if self.shows_children else ()
+
+    cancels = False
+    work_factor = 1
+
+    def is_ahead_of(self, reader: ThreadReader) -> bool:
+        """Return whether a thread must not begin yet: never."""
+        return False
+
+    def root_reader(self, prompt: Sequence[int]) -> ThreadReader:
+        """Return a reader of what a request's root thread generates."""
+        return BlockReader(self, prompt, is_child=False)
+
+    def child_readers(self, block: OpenBlock, prompt: Sequence[int]) -> tuple[ThreadReader, ...]:
+        """Return readers of what the children of a block generate."""
+        return tuple(BlockReader(self, prompt, is_child=True) for _ in block.children)
 
     def ends_child(self, token_id: int) -> bool:
         """Return whether a token ends a child and is the last of its text."""
@@ -157,12 +240,18 @@ class BlockRules:
         return OpenBlock(opened, children, len(generated) - (definition.cut == "before"))
 
     def joined(
-        self, block: OpenBlock, generated: Sequence[int], texts: Sequence[Sequence[int]]
+        self,
+        block: OpenBlock,
+        generated: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        *,
+        is_root: bool = True,
     ) -> JoinedText:
         """Return the joined text of children that have generated `texts`.
 
         The texts include the tokens that ended children, and blocks joined inside them, but no end
-        token of the model. `generated` are the parent's tokens since its last join.
+        token of the model. `generated` are the tokens of the parent since its last join; `is_root`
+        makes no difference here.
         """
         if not self.shows_children:
             return self._joined_results(block, generated, texts)
@@ -234,16 +323,10 @@ class BlockRules:
         return JoinedText(num_kept, joined, continues)
 
 
-@lru_cache(maxsize=8)
-def block_rules(definition: str, tokenizer: Any) -> BlockRules:
-    """Return the rules of a format given as JSON (`ForkParameters.blocks`) for a tokenizer."""
-    return BlockRules(ParallelFormat.model_validate_json(definition), tokenizer)
-
-
 def split_at_blocks(
-    rules: BlockRules,
+    rules: Any,
+    reader: ThreadReader,
     token_ids: Sequence[int],
-    prompt: Callable[[], Sequence[int]],
     *,
     has_ended: bool,
     num_children: int,
@@ -258,8 +341,8 @@ def split_at_blocks(
     for index, token_id in enumerate(token_ids):
         if token_id not in rules.marker_ids:
             continue
-        block = rules.open(token_ids[start : index + 1], prompt)
-        if block is None:
+        block = reader.read(token_id, partial(token_ids.__getitem__, slice(start, index + 1)))
+        if not isinstance(block, OpenBlock):
             continue
         if has_ended and index == len(token_ids) - 1 and num_opened >= num_children:
             return

@@ -119,15 +119,30 @@ class Join(_Facts):
     )
 
 
+class ListItems(_Facts):
+    """Threads that begin after the heads of a list's items, in ordinary text."""
+
+    ahead: PositiveInt = Field(
+        4,
+        description="How many details may be written at the same time. Threads of items after the "
+        "end of the list, which no thread knows in advance, are cancelled.",
+    )
+
+
 class ParallelFormat(_Facts):
     """A format of parallel text. Source of the facts: `shipped_formats.py`, for each format."""
 
     name: str = Field(min_length=1, description="Name in configuration, reports and messages.")
     description: str = Field("", description="Where the format is from.")
     trigger: str = Field(
-        min_length=1,
+        "",
         description="Text after which the engine forks. One token of the vocabulary where the "
         "parent continues; else a token or any text.",
+    )
+    items: ListItems | None = Field(
+        None,
+        description="Fork after the heads of a list's items instead of at a trigger. Only `name`, "
+        "`description` and `parent: waits` go with it.",
     )
     child_seed: str = Field(
         "", description="Template of the text that is forced at the start of a child."
@@ -177,6 +192,16 @@ class ParallelFormat(_Facts):
 
     @model_validator(mode="after")
     def _check_parent(self) -> Self:
+        if self.items is not None:
+            others = self.model_fields_set - {"name", "description", "parent", "items"}
+            for name in sorted(others):
+                if getattr(self, name) != type(self).model_fields[name].get_default():
+                    raise ValueError(f"{name}: has no effect with `items`")
+            if self.parent != "waits":
+                raise ValueError("parent: a thread waits for the items of its list")
+            return self
+        if not self.trigger:
+            raise ValueError("trigger: needed, unless a format has `items`")
         if self.parent == "continues":
             for name in ("outlines", "join"):
                 if getattr(self, name) is not None:
@@ -225,6 +250,8 @@ class ParallelFormat(_Facts):
     @property
     def markers(self) -> frozenset[str]:
         """Texts that only the model or the engine may write as tokens, never a user."""
+        if self.items is not None:
+            return frozenset()
         join = self.join
         texts = [self.trigger, self.child_seed, self.replacement, *self.child_end]
         if join is not None:

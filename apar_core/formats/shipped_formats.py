@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from apar_core.formats.parallel_format import Join, Outlines, ParallelFormat
+from apar_core.formats.parallel_format import Join, ListItems, Outlines, ParallelFormat
 from apar_core.formats.sub_searches import CALL, END_CALL
 
 APAR = ParallelFormat(
@@ -126,6 +126,14 @@ APR = ParallelFormat(
     ),
 )
 
+LISTS = ParallelFormat(
+    name="lists",
+    description="This project's own: ordinary lists of any instruct model fork after the heads of "
+    "their items, without trained tokens (docs/lists.md).",
+    parent="waits",
+    items=ListItems(),
+)
+
 SHIPPED: Mapping[str, ParallelFormat] = MappingProxyType(
     {
         shipped.name: shipped
@@ -137,6 +145,7 @@ SHIPPED: Mapping[str, ParallelFormat] = MappingProxyType(
             THREADWEAVER,
             PARALLEL_R1,
             APR,
+            LISTS,
         )
     }
 )

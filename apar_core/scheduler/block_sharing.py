@@ -130,10 +130,27 @@ class BlockSharing:
         self._prefixes[request_id] = prefix
         return num_tokens
 
-    def continues(self, request_id: str) -> None:
-        """Let a thread that has waited take what is held for it when it is scheduled."""
+    def continues(self, request_id: str, num_tokens: int) -> None:
+        """Let a thread that has waited take what is held for it when it is scheduled.
+
+        `num_tokens` is the length of its prompt, of which it computes at least the last one.
+        """
+        self._shorten(request_id, num_tokens - 1)
         self._unscheduled.add(request_id)
         self._continuing.add(request_id)
+
+    def _shorten(self, request_id: str, num_tokens: int) -> None:
+        prefix = self._prefixes.get(request_id)
+        if prefix is None or prefix.num_tokens <= num_tokens:
+            return
+        kept = []
+        for blocks, size in zip(prefix.blocks.blocks, self._block_sizes, strict=True):
+            number = cdiv(num_tokens, size)
+            self._manager.block_pool.free_blocks(reversed(blocks[number:]))
+            kept.append(list(blocks[:number]))
+        self._prefixes[request_id] = SharedPrefix(
+            self._manager.create_kv_cache_blocks(tuple(kept)), num_tokens
+        )
 
     def begin_step(self, running: Sequence[Request]) -> None:
         """Prepare for the allocations of a step, which continues the `running` threads first."""

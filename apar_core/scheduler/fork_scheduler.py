@@ -152,12 +152,13 @@ class ForkMixin(Scheduler):
                 self.joins.begin(group, request)
 
     def _open_group(self, request: Request, parameters: ForkParameters) -> ThreadGroup[Request]:
+        rules = self.joins.rules(parameters)
         return self.threads.open_group(
             request.request_id,
             parameters,
-            request.max_tokens,
+            request.max_tokens * (1 if rules is None else rules.work_factor),
             arrival=(request.priority, request.arrival_time),
-            rules=self.joins.rules(parameters),
+            rules=rules,
         )
 
     def _resume(self, request: Request, journal: Journal) -> None:
@@ -425,6 +426,10 @@ class ForkMixin(Scheduler):
         self._start(group, thread)
         # Its request was queued long before.
         thread.events.clear()
+
+    def cancel(self, thread_ids: set[str]) -> None:
+        """End the engine requests of threads that are no part of the answer."""
+        super().finish_requests(thread_ids, RequestStatus.FINISHED_ABORTED)
 
     def end_waiting(
         self, group: ThreadGroup[Request], thread: Request, reason: FinishReason

@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import BlockRules, OpenBlock
+from apar_core.formats.blocks import OpenBlock, ThreadReader
+from apar_core.formats.rules import JoinRules
 from apar_core.tree.thread_names import child_request_id
 
 Child = TypeVar("Child")
@@ -30,10 +31,12 @@ class TextPlace:
 
     own_start: tokens before its own text. segment_start: tokens before what it has generated since
         its last join. num_generated: tokens that it has generated before that join.
+    reader: reads what it generates.
     """
 
     own_start: int
     segment_start: int
+    reader: ThreadReader
     num_generated: int = 0
 
     @property
@@ -47,7 +50,8 @@ class WaitingParent(Generic[Child]):
     """A thread that waits until its children have ended.
 
     request: its last engine request, which has ended.
-    child_ids: engine request ids of its children. texts: what those that have ended have written.
+    child_ids: engine request ids of its children.
+    texts: what those that have ended have written; None for one that is not part of the text.
     num_held: tokens whose KV blocks are kept for it.
     in_flight_tokens: tokens of its request in steps whose output has not arrived.
     """
@@ -55,7 +59,7 @@ class WaitingParent(Generic[Child]):
     request: Child
     block: OpenBlock
     child_ids: list[str]
-    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    texts: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     num_held: int = 0
     in_flight_tokens: int = 0
 
@@ -69,7 +73,7 @@ class WaitingParent(Generic[Child]):
 class ThreadGroup(Generic[Child]):
     """All threads of one request.
 
-    token_budget: the request's `max_tokens`.
+    token_budget: the request's `max_tokens`, or a multiple of it (`ListRules.work_factor`).
     arrival: the request's priority (lower goes first) and arrival time.
     used_tokens: text tokens of all threads, without control and end tokens.
     closed: no further thread starts.
@@ -201,13 +205,17 @@ class JoiningGroup(ThreadGroup[Child]):
     rules: those of the format.
     prompt: the client's prompt.
     places: of each thread that has not ended.
+    num_own: tokens of threads that have ended, in formats that cancel threads.
+    ahead: children that begin when the list is known to go on, by their engine request ids.
     waiting: the threads that wait.
     num_joining: parents whose children have all ended, and which continue at the end of the step.
     """
 
-    rules: BlockRules
+    rules: JoinRules
     prompt: Sequence[int] = ()
     places: dict[str, TextPlace] = field(default_factory=dict)
+    num_own: dict[str, int] = field(default_factory=dict)
+    ahead: dict[str, Child] = field(default_factory=dict)
     waiting: dict[str, WaitingParent[Child]] = field(default_factory=dict)
     num_joining: int = 0
 
@@ -255,7 +263,7 @@ class ThreadTable(Generic[Child]):
         token_budget: int,
         *,
         arrival: tuple[int, float] = (0, 0.0),
-        rules: BlockRules | None = None,
+        rules: JoinRules | None = None,
     ) -> ThreadGroup[Child]:
         """Add a request with its root thread; with `rules`, its threads wait for their children.
 

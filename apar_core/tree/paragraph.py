@@ -7,7 +7,7 @@ its log-probabilities. Control tokens are not items; the thread records count th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -37,6 +37,8 @@ class ParagraphNode(Generic[Item]):
 
     `lead` are items of the text before them that no thread has generated.
 
+    `held`: whether it may still be discarded, so that nothing from it on is certain.
+
     A closed node gets no more items. It has both links if its thread forked at its end, neither if
     its thread finished there.
     """
@@ -46,6 +48,7 @@ class ParagraphNode(Generic[Item]):
     first_child: ParagraphNode[Item] | None = field(default=None, repr=False)
     next_sibling: ParagraphNode[Item] | None = field(default=None, repr=False)
     closed: bool = False
+    held: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +58,11 @@ class ThreadRecord(Generic[Item]):
     fork_index: tokens (text and fork tokens) that the parent had generated before this thread's
         fork token.
     ended: whether a finished thread ended itself with its end-of-thread token.
+    discarded: whether what it wrote was removed from the text.
     num_forced: items that were not generated: those of the format around the texts of children.
-    num_seed, num_header, num_closing: of a child for which its parent waits, the tokens forced
-        at its start, and the items before and after its text. is_closed: whether its text ends
+    num_seed, num_skipped: of a child for which its parent waits, the tokens forced at its start,
+        and those on its parent's path that it does not read.
+    num_header, num_closing: the items before and after its text. is_closed: whether its text ends
         with a marker of its format.
     blocks: what the thread has waited for. suffixes: how many items of the format's own it has
         continued after, for each join.
@@ -71,8 +76,10 @@ class ThreadRecord(Generic[Item]):
     children: list[ThreadId] = field(default_factory=list)
     finished: bool = False
     ended: bool = False
+    discarded: bool = False
     num_forced: int = 0
     num_seed: int = 0
+    num_skipped: int = 0
     num_header: int = 0
     num_closing: int = 0
     is_closed: bool = False
@@ -101,6 +108,7 @@ class ParagraphTree(Generic[Item]):
 
     seed_tokens: tokens forced at the start of each child. cut_tokens: 1 if a child does not read
     its parent's fork token, else 0.
+    discarded_tokens: items that threads have generated and that are no part of the text.
     """
 
     def __init__(self, *, seed_tokens: int = 1, cut_tokens: int = 0) -> None:
@@ -111,6 +119,7 @@ class ParagraphTree(Generic[Item]):
             ROOT_THREAD: ThreadRecord(self.root, parent=None, depth=0, fork_index=0)
         }
         self._num_live = 1
+        self.discarded_tokens = 0
 
     @property
     def threads(self) -> Mapping[ThreadId, ThreadRecord[Item]]:
@@ -136,18 +145,23 @@ class ParagraphTree(Generic[Item]):
         children: Sequence[ThreadId],
         seeds: Sequence[int],
         headers: Sequence[Sequence[Item]],
+        skipped: Sequence[int],
     ) -> None:
         """Let a thread wait for children, given the sizes of their seeds and their headers.
 
+        `skipped` counts the tokens on the thread's path that each child does not read.
         The paragraphs between the children are empty. The parent's next items come after them.
         """
         record = self._live_record(parent, "open a block of")
         record.blocks.append(
             ThreadBlock(len(record.children), len(children), record.num_generated_items)
         )
-        for child, num_seed, header in zip(children, seeds, headers, strict=True):
+        for child, num_seed, header, num_skipped in zip(
+            children, seeds, headers, skipped, strict=True
+        ):
             self.fork(parent, child, lead=header)
             self._threads[child].num_seed = num_seed
+            self._threads[child].num_skipped = num_skipped
             self._threads[child].num_header = len(header)
 
     def close_child(self, child: ThreadId, items: Sequence[Item], *, is_closed: bool) -> None:
@@ -198,6 +212,43 @@ class ParagraphTree(Generic[Item]):
         record.finished = True
         record.ended = ended
         self._num_live -= 1
+
+    def discard(self, thread: ThreadId) -> list[ThreadId]:
+        """Remove the text of a thread and of all threads below it; return those that had none yet.
+
+        They end where they are. Threads and paragraphs remain, empty.
+        """
+        names = [thread]
+        for name in names:
+            names += self._threads[name].children
+        first_nodes = self._first_nodes()
+        new = [name for name in names if not self._threads[name].discarded]
+        for name in new:
+            record = self._threads[name]
+            self.discarded_tokens += record.num_generated_items
+            node: ParagraphNode[Item] | None = first_nodes[name]
+            while node is not None:
+                node.items, node.lead, node.closed, node.held = [], (), True, False
+                node = node.next_sibling
+            if not record.finished:
+                self._num_live -= 1
+            record.finished = record.discarded = True
+            record.ended = False
+            record.num_items = record.num_forced = record.num_header = record.num_closing = 0
+            record.blocks = [replace(block, num_generated=0) for block in record.blocks]
+        return new
+
+    def _first_nodes(self) -> dict[ThreadId, ParagraphNode[Item]]:
+        """Return the first paragraph of every thread."""
+        nodes = {ROOT_THREAD: self.root}
+        for name, record in self._threads.items():
+            node: ParagraphNode[Item] | None = nodes[name]
+            children = iter(record.children)
+            while node is not None:
+                if node.first_child is not None:
+                    nodes[next(children)] = node.first_child
+                node = node.next_sibling
+        return nodes
 
     def _force(self, thread: ThreadId, items: Sequence[Item]) -> None:
         self.append(thread, items)

@@ -88,9 +88,11 @@ class TreeStream(Generic[Item]):
             self.pieces.append((self._node, len(text) - num_before))
 
     def _advance(self) -> bool:
-        """Move the cursor past a closed paragraph; return False at the end of the text."""
+        """Move the cursor past a closed paragraph; return False at the end of the certain text."""
         node = self._node
         if node.first_child is not None and node.next_sibling is not None:
+            if node.first_child.held:
+                return False
             self._later.append(node.next_sibling)
             self._joiner.cross(Edge.FIRST_CHILD)
             self._node = node.first_child

@@ -79,6 +79,8 @@ class TreeStatistics:
     joins: how often a thread has continued after its children's texts. forced_tokens: tokens of
         the text that no thread has generated. recomputed_tokens: tokens of children's texts that
         were computed once more at a join, because they stand at another place there.
+    discarded_tokens: tokens that threads have generated and that are no part of the text: those of
+        items after the end of a list.
     """
 
     threads: int
@@ -95,6 +97,7 @@ class TreeStatistics:
     joins: int = 0
     forced_tokens: int = 0
     recomputed_tokens: int = 0
+    discarded_tokens: int = 0
 
     def to_plain(self) -> dict[str, int]:
         """Return the counts by name; those of joins only for a format whose threads wait."""
@@ -127,12 +130,13 @@ class TreeStatistics:
             joins=self.joins + other.joins,
             forced_tokens=self.forced_tokens + other.forced_tokens,
             recomputed_tokens=self.recomputed_tokens + other.recomputed_tokens,
+            discarded_tokens=self.discarded_tokens + other.discarded_tokens,
         )
 
 
 # Not `asdict`, which takes several times as long; every answer carries its statistics.
 _COUNTS = tuple(field.name for field in fields(TreeStatistics))
-_JOIN_COUNTS = ("joins", "forced_tokens", "recomputed_tokens")
+_JOIN_COUNTS = ("joins", "forced_tokens", "recomputed_tokens", "discarded_tokens")
 
 
 def tree_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeStatistics:

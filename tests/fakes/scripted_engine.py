@@ -29,11 +29,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from apar_core.engine.block_threads import BlockThreads
+from apar_core.engine.list_threads import ListThreads
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.engine.resume_request import completed, hand_to_scheduler, outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, ForkParameters
-from apar_core.formats.blocks import block_rules
+from apar_core.formats.rules import block_rules
 from apar_core.journal import Journal, JournalBook, ThreadDelta
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 from apar_core.scheduler.fork_settings import CONFIG_KEY
@@ -124,6 +125,8 @@ class ScriptedEngine:
         self._in_flight: deque[_Step] = deque()
         self._loses_block: str | None = None
         self._messages: list[EngineCoreOutputs] = []
+        self._forgotten: set[str] = set()
+        self._to_abort: set[str] = set()
         if shape.defers_frees:
             self.scheduler.defer_block_free = True
             self._check_frees()
@@ -164,7 +167,11 @@ class ScriptedEngine:
             threads = RequestThreads(request_id, parameters, None, follower)
         else:
             rules = block_rules(parameters.blocks, TOKENIZER)
-            threads = BlockThreads(request_id, parameters, rules, prompt, follower)
+            threads = (
+                ListThreads(request_id, parameters, rules, prompt, follower, max_tokens=max_tokens)
+                if rules.cancels
+                else BlockThreads(request_id, parameters, rules, prompt, follower)
+            )
         self.threads[request_id] = threads
         self.texts[request_id] = []
         if journal is None or self._replay(request, journal):
@@ -230,6 +237,7 @@ class ScriptedEngine:
         assert not scheduler.threads._group_of_thread
         joins = scheduler.joins
         assert (joins._pausing, joins._ready, joins._in_flight) == ([], [], {})
+        assert (joins._cancelled, joins._cancelling) == ([], None)
         gate = scheduler.gate
         assert (gate._inside, gate._outside, gate._held) == (set(), set(), [])
         queue = scheduler.admission.queue
@@ -327,6 +335,8 @@ class ScriptedEngine:
             self._messages.append(client_outputs)
             for thread_output in client_outputs.outputs:
                 self._feed(thread_output)
+        while self._to_abort:
+            self.abort(self._to_abort.pop())
 
     def _lost_block(self, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
         thread_id, self._loses_block = self._loses_block, None
@@ -339,8 +349,8 @@ class ScriptedEngine:
 
     def _feed(self, thread_output: EngineCoreOutput) -> None:
         root = self.threads[thread_output.request_id.split("~")[0]]
-        if self.finish_reasons.get(root.request_id) in ("error", "abort"):
-            return  # The output processor has forgotten the request with all its threads.
+        if root.request_id in self._forgotten:
+            return
         root.feed(thread_output)
         for request_output in root.take():
             self.texts[root.request_id].extend(request_output.new_token_ids)
@@ -348,6 +358,10 @@ class ScriptedEngine:
                 reason = str(request_output.finish_reason)
                 assert root.request_id not in self.finish_reasons
                 self.finish_reasons[root.request_id] = reason
+                # As in the output processor, which forgets the request with all its threads.
+                if reason in ("error", "abort") or not root.tree.finished:
+                    self._forgotten.add(root.request_id)
+                    self._to_abort.add(root.request_id)
 
 
 def _engine_request(request: Request) -> tuple[str, int]:

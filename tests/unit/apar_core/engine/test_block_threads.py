@@ -3,7 +3,7 @@
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from apar_core.engine.block_threads import BlockThreads
-from apar_core.formats.blocks import block_rules
+from apar_core.formats.rules import block_rules
 from apar_core.formats.shipped_formats import THREADWEAVER
 from tests.fakes.block_scripts import TOKENIZER, block_parameters, tokens
 

@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.thread_tags import ThreadTags
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import block_rules
+from apar_core.formats.rules import block_rules
 from tests.fakes.block_scripts import FORMATS, Script, block_parameters, block_scripts
 from tests.fakes.block_scripts import TOKENIZER as CHARACTERS
 from tests.fakes.examples import num_examples

@@ -37,13 +37,17 @@ def test_shipped_format_is_what_its_own_fields_define(name: str) -> None:
 
     assert SETTING.validate_python(name) == shipped
     assert SETTING.validate_python(shipped.model_dump(mode="json")) == shipped
-    assert shipped.trigger in shipped.markers
+    assert shipped.items is not None or shipped.trigger in shipped.markers
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({**CONTINUES, "colour": 1}, "colour"),
+        ({**CONTINUES, "items": {}}, "trigger: has no effect with `items`"),
+        ({"name": "n", "parent": "continues", "items": {}}, "a thread waits for the items"),
+        ({"name": "n", "parent": "waits"}, "trigger: needed, unless a format has `items`"),
+        ({"name": "n", "parent": "waits", "items": {"ahead": 0}}, "ahead"),
         ({**CONTINUES, "positions": "shared"}, "only `path` is served"),
         ({**CONTINUES, "join": WAITS["join"]}, "join: has no effect where the parent continues"),
         ({**CONTINUES, "cut": "nothing"}, "cut: `nothing` is possible only where"),

@@ -1,0 +1,165 @@
+"""Properties of lists that are written in parallel, under any schedule."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from apar_core.formats.parallel_format import ListItems
+from apar_core.formats.shipped_formats import LISTS
+from tests.fakes.block_scripts import TOKENIZER, block_parameters, tokens
+from tests.fakes.list_scripts import ListCase, list_cases
+from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, merged
+
+PROMPT = tokens("A question?")
+shapes = st.builds(
+    EngineShape,
+    num_blocks=st.integers(200, 400),
+    block_size=st.sampled_from([4, 16]),
+    max_num_seqs=st.integers(1, 12),
+    max_num_batched_tokens=st.integers(13, 64),
+    max_model_len=st.just(2000),
+    run_ahead=st.booleans(),
+    output_interval_s=st.sampled_from([0.0, 0.003, 0.05]),
+)
+limits = st.tuples(st.integers(1, 6), st.integers(1, 8))
+few, many = (
+    settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
+    for number in (8, 300)
+)
+
+
+def engine_with(
+    cases: list[tuple[ListCase, tuple[int, int]]], shape: EngineShape, model_dir: Path, **more: int
+) -> ScriptedEngine:
+    engine = ScriptedEngine(shape, model_dir)
+    max_tokens = more.pop("max_tokens", 1900)
+    for number, (case, (max_threads, ahead)) in enumerate(cases):
+        definition = LISTS.model_copy(update={"items": ListItems(ahead=ahead)})
+        engine.add(
+            f"r{number}",
+            PROMPT,
+            case.script,
+            max_tokens=max_tokens,
+            parameters=block_parameters(definition, max_threads=max_threads, **more),
+            arrival_time=float(number),
+        )
+    return engine
+
+
+def check_text_and_contexts(
+    model_dir: Path, shape: EngineShape, cases: list[tuple[ListCase, tuple[int, int]]]
+) -> None:
+    engine = engine_with(cases, shape, model_dir)
+
+    engine.run(max_steps=20000)
+
+    for number, (case, _) in enumerate(cases):
+        name = f"r{number}"
+        assert TOKENIZER.decode(engine.texts[name]) == case.text
+        assert engine.finish_reasons[name] == "stop"
+        contexts = {
+            (name + "".join(f"~{part}" for part in key.split(".") if part), generated): context
+            for (key, generated), context in case.contexts.items()
+        }
+        used = {k: p for k, p in engine.prompts.items() if k[0].partition("~")[0] == name}
+        assert all(contexts[each] == prompt for each, prompt in used.items())
+        statistics = engine.threads[name].statistics(len(PROMPT))
+        assert statistics.text_tokens == len(tokens(case.text))
+    engine.assert_nothing_is_left()
+
+
+@few
+@given(shape=shapes, cases=st.lists(st.tuples(list_cases(PROMPT), limits), min_size=1, max_size=2))
+def test_text_and_contexts_are_those_of_the_list(
+    model_dir: Path, shape: EngineShape, cases: list[tuple[ListCase, tuple[int, int]]]
+) -> None:
+    check_text_and_contexts(model_dir, shape, cases)
+
+
+@pytest.mark.slow
+@many
+@given(shape=shapes, cases=st.lists(st.tuples(list_cases(PROMPT), limits), min_size=1, max_size=3))
+def test_many_texts_and_contexts_are_those_of_the_list(
+    model_dir: Path, shape: EngineShape, cases: list[tuple[ListCase, tuple[int, int]]]
+) -> None:
+    check_text_and_contexts(model_dir, shape, cases)
+
+
+@pytest.mark.slow
+@many
+@given(
+    shape=shapes,
+    cases=st.lists(st.tuples(list_cases(PROMPT), limits), min_size=1, max_size=3),
+    aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 2)), max_size=3),
+    max_tokens=st.integers(1, 300),
+    max_forks=st.integers(1, 12),
+)
+def test_aborts_and_limits_leave_nothing_behind(
+    model_dir: Path,
+    shape: EngineShape,
+    cases: list[tuple[ListCase, tuple[int, int]]],
+    aborts: list[tuple[int, int]],
+    max_tokens: int,
+    max_forks: int,
+) -> None:
+    engine = engine_with(cases, shape, model_dir, max_tokens=max_tokens, max_forks=max_forks)
+    for step in range(81):
+        for at_step, number in aborts:
+            if at_step == step and number < len(cases):
+                engine.abort(f"r{number}")
+        engine.step()
+
+    engine.run(max_steps=20000)
+
+    engine.assert_nothing_is_left()
+    aborted = {f"r{number}" for _, number in aborts}
+    for number, (case, _) in enumerate(cases):
+        name = f"r{number}"
+        if name in aborted:
+            continue
+        text = engine.texts[name]
+        assert len(text) <= max_tokens
+        reason = engine.finish_reasons[name]
+        if max_forks == 12 and len(tokens(case.text)) < max_tokens:
+            assert (reason, TOKENIZER.decode(text)) == ("stop", case.text)
+        elif max_forks == 12:
+            assert (reason, TOKENIZER.decode(text)) == ("length", case.text[:max_tokens])
+
+
+@pytest.mark.slow
+@many
+@given(
+    shape=shapes,
+    case=st.tuples(list_cases(PROMPT), limits),
+    steps=st.integers(1, 160),
+    run_ahead=st.booleans(),
+)
+def test_an_answer_continued_by_another_engine_is_the_same(
+    model_dir: Path,
+    shape: EngineShape,
+    case: tuple[ListCase, tuple[int, int]],
+    steps: int,
+    run_ahead: bool,
+) -> None:
+    lost = engine_with([case], shape, model_dir)
+    for _ in range(steps):
+        lost.step()
+    journal = merged(lost.followers["r0"].take_journal())
+    other = ScriptedEngine(EngineShape(max_model_len=2000, run_ahead=run_ahead), model_dir)
+    definition = LISTS.model_copy(update={"items": ListItems(ahead=case[1][1])})
+
+    other.add(
+        "r0",
+        PROMPT,
+        case[0].script,
+        max_tokens=1900,
+        parameters=block_parameters(definition, max_threads=case[1][0]),
+        journal=journal,
+    )
+    other.run(max_steps=20000)
+
+    assert TOKENIZER.decode(other.texts["r0"]) == case[0].text
+    assert other.finish_reasons["r0"] == "stop"
+    other.assert_nothing_is_left()
