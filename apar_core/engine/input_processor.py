@@ -27,7 +27,6 @@ from apar_core.engine.replay import (
 from apar_core.engine.request_follower import find_client
 from apar_core.errors import RequestError
 from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, NO_TOKEN, ForkParameters, KeyTerms
-from apar_core.formats.rules import block_rules
 from apar_core.formats.control_tokens import (
     ControlTokens,
     Markers,
@@ -40,6 +39,7 @@ from apar_core.formats.resolved_format import (
     refused_format,
     resolve,
 )
+from apar_core.formats.rules import block_rules
 from apar_core.formats.shipped_formats import APAR_RELEASED, REFUSED
 from apar_core.scheduler.constraints import constraint_error
 from apar_core.scheduler.fork_scheduler import ForkMixin

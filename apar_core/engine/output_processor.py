@@ -23,6 +23,7 @@ from apar_core.engine.thread_outputs import (
 )
 from apar_core.engine.thread_tags import Decoder, ThreadTags
 from apar_core.fork_parameters import ForkParameters, may_be_held
+from apar_core.formats.lists import ListRules
 from apar_core.formats.rules import block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.constraints import constraint_error, failed_constraint
@@ -129,7 +130,7 @@ class ForkOutputProcessor(OutputProcessor):
         if parameters.blocks is not None:
             rules = block_rules(parameters.blocks, self.tokenizer)
             prompt = request.prompt_token_ids or []
-            if rules.cancels:
+            if isinstance(rules, ListRules):
                 params = request.sampling_params
                 return ListThreads(
                     request_id,

@@ -262,9 +262,7 @@ class RequestThreads:
         if start < end:
             self.tree.append(thread, self._text_tokens(output, start, end))
 
-    def _text_tokens(
-        self, output: EngineCoreOutput, start: int, end: int
-    ) -> Iterable[TextToken]:
+    def _text_tokens(self, output: EngineCoreOutput, start: int, end: int) -> Iterable[TextToken]:
         """Return tokens of an output with what the request asked for of each."""
         logprobs, mask = output.new_logprobs, output.new_sampling_mask
         if logprobs is None and mask is None:

@@ -243,7 +243,7 @@ class BlockRules:
         self,
         block: OpenBlock,
         generated: Sequence[int],
-        texts: Sequence[Sequence[int]],
+        texts: Sequence[Sequence[int] | None],
         *,
         is_root: bool = True,
     ) -> JoinedText:
@@ -253,12 +253,13 @@ class BlockRules:
         token of the model. `generated` are the tokens of the parent since its last join; `is_root`
         makes no difference here.
         """
+        known = [text or () for text in texts]
         if not self.shows_children:
-            return self._joined_results(block, generated, texts)
+            return self._joined_results(block, generated, known)
         token_ids: list[int] = []
-        for child, text in zip(block.children, texts, strict=True):
+        for child, text in zip(block.children, known, strict=True):
             token_ids += (*child.header, *text, *self.closing(text))
-        continues = self._continues(texts)
+        continues = self._continues(known)
         token_ids += self.suffix_ids if continues else ()
         return JoinedText(len(generated), tuple(token_ids), continues)
 
@@ -341,7 +342,7 @@ def split_at_blocks(
     for index, token_id in enumerate(token_ids):
         if token_id not in rules.marker_ids:
             continue
-        block = reader.read(token_id, partial(token_ids.__getitem__, slice(start, index + 1)))
+        block = reader.read(token_id, partial(_part, token_ids, start, index + 1))
         if not isinstance(block, OpenBlock):
             continue
         if has_ended and index == len(token_ids) - 1 and num_opened >= num_children:
@@ -349,6 +350,10 @@ def split_at_blocks(
         start = index + 1
         num_opened += len(block.children)
         yield start, block
+
+
+def _part(token_ids: Sequence[int], start: int, end: int) -> Sequence[int]:
+    return token_ids[start:end]
 
 
 def _completing_ids(trigger: str, tokenizer: Tokenizer) -> frozenset[int]:

@@ -478,9 +478,7 @@ class DetailReader(_Lines):
 
 
 def _follows(marker: Marker, before: Marker) -> bool:
-    return (
-        marker.number is None or before.number is None or marker.number == before.number + 1
-    )
+    return marker.number is None or before.number is None or marker.number == before.number + 1
 
 
 def _indent(text: str) -> int:

@@ -6,8 +6,8 @@ so on. In reading order this is the list. Every detail but the second reads only
 its own head (`ListRun.num_before`): after a row of bare heads a model writes bare heads.
 
 How far the list goes is the model's decision: a detail that does not go on with another item ends
-the list, and the threads of later items are cancelled. Where a detail did not end the answer itself,
-the waiting thread then continues after the joined text.
+the list, and the threads of later items are cancelled. Unless that detail has ended the answer, the
+waiting thread then continues after the joined text.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class ListRules:
     """
 
     cancels = True
-    # How many times its `max_tokens` a request may generate. The text ends at `max_tokens`, wherever
-    # it stands in reading order; what goes beyond are tokens of items after the end of a list.
+    # How many times its `max_tokens` a request may generate. The text ends at `max_tokens` in reading
+    # order; what goes beyond are tokens of items after the end of a list.
     work_factor = 2
     marker_ids = _EveryToken()
     shows_children = True
@@ -246,9 +246,7 @@ class ListRules:
         """Return a reader of what a request's root thread generates."""
         return RootThread(self, prompt)
 
-    def child_readers(
-        self, block: Any, prompt: Sequence[int]
-    ) -> tuple[DetailThread, HeadThread]:
+    def child_readers(self, block: Any, prompt: Sequence[int]) -> tuple[DetailThread, HeadThread]:
         """Return readers of what the children of a block generate."""
         run, number = block.run, block.number
         num_read = block.num_read + len(block.children[1].seed)

@@ -85,6 +85,14 @@ def serve(
             show_default="the preset's",
         ),
     ] = None,
+    parallel_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the model's format; `lists` lets any instruct model fork, at the items "
+            "of its lists.",
+            show_default="recognised by the model's tokens",
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with these and further settings.")
     ] = None,
@@ -113,6 +121,8 @@ def serve(
 
     [bold]apar serve --model ./my-checkpoint --replicas 2[/bold]
 
+    [bold]apar serve --model Qwen/Qwen3-8B --parallel-format lists[/bold]
+
     [bold]apar serve --config serve.yaml[/bold]
     """
     overrides = {
@@ -127,6 +137,7 @@ def serve(
         "checkpoint": model,
         "replicas": replicas,
         "max_concurrency": max_concurrency,
+        "parallel_format": parallel_format,
     }
 
     def load() -> ClusterConfig:

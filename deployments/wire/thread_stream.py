@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 ThreadState = Literal["waiting", "writing", "ended"]
-FinishReason = Literal[
-    "stop", "length", "repetition", "cut", "abort", "error", "discarded"
-]
+FinishReason = Literal["stop", "length", "repetition", "cut", "abort", "error", "discarded"]
 ThreadName = Annotated[str, Field(pattern=r"^root(\.(0|[1-9][0-9]*))*$")]
 
 

@@ -89,7 +89,7 @@ def list_cases(draw: st.DrawFn, prompt: list[int]) -> ListCase:
         is_last = index == num_items - 1
         if is_last:
             # A head that ends the answer, or that never ends.
-            case.script[head_name] = tokens(" z") + [END] if draw(st.booleans()) else [END]
+            case.script[head_name] = [*tokens(" z"), END] if draw(st.booleans()) else [END]
         else:
             head = style.head.format(word=draw(letters))
             case.script[head_name] = tokens(head)
@@ -104,6 +104,6 @@ def list_cases(draw: st.DrawFn, prompt: list[int]) -> ListCase:
     if ended != "end":
         rest = draw(st.text("abcdefgh ", max_size=8))
         case.contexts["", len(tokens(root))] = [*prompt, *tokens(case.text)]
-        case.script[""] += tokens(rest) + [END]
+        case.script[""] += [*tokens(rest), END]
         case.text += rest
     return case

@@ -34,6 +34,7 @@ from apar_core.engine.request_follower import RequestFollower
 from apar_core.engine.resume_request import completed, hand_to_scheduler, outputs_so_far
 from apar_core.engine.thread_outputs import RequestThreads
 from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, ForkParameters
+from apar_core.formats.lists import ListRules
 from apar_core.formats.rules import block_rules
 from apar_core.journal import Journal, JournalBook, ThreadDelta
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
@@ -169,7 +170,7 @@ class ScriptedEngine:
             rules = block_rules(parameters.blocks, TOKENIZER)
             threads = (
                 ListThreads(request_id, parameters, rules, prompt, follower, max_tokens=max_tokens)
-                if rules.cancels
+                if isinstance(rules, ListRules)
                 else BlockThreads(request_id, parameters, rules, prompt, follower)
             )
         self.threads[request_id] = threads

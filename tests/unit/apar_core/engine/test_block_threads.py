@@ -3,7 +3,7 @@
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from apar_core.engine.block_threads import BlockThreads
-from apar_core.formats.rules import block_rules
+from apar_core.formats.blocks import BlockRules
 from apar_core.formats.shipped_formats import THREADWEAVER
 from tests.fakes.block_scripts import TOKENIZER, block_parameters, tokens
 
@@ -12,7 +12,7 @@ OUTLINES = "<Outlines><Outline> 1: x</Outline> <Outline> 2: y</Outline></Outline
 
 def test_a_stop_token_of_the_client_is_the_last_token_of_the_text() -> None:
     parameters = block_parameters(THREADWEAVER)
-    rules = block_rules(THREADWEAVER.model_dump_json(), TOKENIZER)
+    rules = BlockRules(THREADWEAVER, TOKENIZER)
     threads = BlockThreads("r", parameters, rules, tokens("Question"))
     (stop_id,) = tokens("!")
 

@@ -10,8 +10,8 @@ import pytest
 
 from apar_core.engine.replay import PARAM, ReplayRules
 from apar_core.errors import RequestError
-from apar_core.formats.rules import block_rules
 from apar_core.formats.parallel_format import ParallelFormat
+from apar_core.formats.rules import block_rules
 from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
 from tests.fakes.block_scripts import NESTED, TOKENIZER, block_parameters, tokens
 from tests.fakes.scripted_engine import CHILD, END, FORK, fork_parameters

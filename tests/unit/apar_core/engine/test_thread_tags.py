@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.thread_tags import ThreadTags
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.rules import block_rules
+from apar_core.formats.blocks import BlockRules
 from tests.fakes.block_scripts import FORMATS, Script, block_parameters, block_scripts
 from tests.fakes.block_scripts import TOKENIZER as CHARACTERS
 from tests.fakes.examples import num_examples
@@ -227,7 +227,7 @@ def play(threads: BlockThreads, script: Script) -> Iterator[None]:
 def test_threads_that_wait_are_rebuilt_and_say_so(name: str, data: st.DataObject) -> None:
     parameters = block_parameters(FORMATS[name])
     assert parameters.blocks is not None
-    rules = block_rules(parameters.blocks, CHARACTERS)
+    rules = BlockRules(FORMATS[name], CHARACTERS)
     threads = BlockThreads("r", parameters, rules, [])
     tags = ThreadTags(0, threads.tree, [], CharacterDecoder)
     threads.tag(tags)

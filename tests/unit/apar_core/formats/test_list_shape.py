@@ -139,8 +139,8 @@ NUMBERED = ListShape(Marker("", 1, "."), ":", "\n\n")
         (NUMBERED, " one.\n\n3. ", " one.\n\n", DetailEnd.ITEM),
         (NUMBERED, " one.\n3. ", " one.\n\n", DetailEnd.ITEM),
         (NUMBERED, " one.\n\n**3. ", " one.\n\n", DetailEnd.ITEM),
-        (NUMBERED, " one.\n   - sub\n   1. sub\n- sub\n\n3. ", " one.\n   - sub\n   1. sub\n- sub\n\n",
-         DetailEnd.ITEM),
+        (NUMBERED, " one.\n   - sub\n   1. sub\n- sub\n\n3. ",
+         " one.\n   - sub\n   1. sub\n- sub\n\n", DetailEnd.ITEM),
         (NUMBERED, " one.\n\nIn summary, ", " one.", DetailEnd.LIST),
         (NUMBERED, " one.\n## Next s", " one.", DetailEnd.LIST),
         (NUMBERED, " one.\nmore ", " one.", DetailEnd.LIST),
@@ -170,7 +170,7 @@ def test_a_detail_ends_with_its_item(shape, text, kept, end, split) -> None:  # 
 LINES = st.sampled_from(
     ["1. A: ", "2. B:", "3.", "- **x**: ", "### 1. H", "**Step 2: S**", "```", "text", "",
      "   - sub", "> q", "| a |", "12", "Step", f"1. Head: {DETAIL}", f"2. Next: {DETAIL}",
-     "<think>", "</think>", "** ", "1.5", "Tip 1: ", "–", " -", ":"]
+     "<think>", "</think>", "** ", "1.5", "Tip 1: ", "\u2013", " -", ":"]
 )  # fmt: skip
 TEXTS = st.lists(LINES, max_size=12).map("\n".join)
 

@@ -7,7 +7,7 @@ import pytest
 from apar_core.formats.parallel_format import ListItems, ParallelFormat
 from apar_core.formats.shipped_formats import LISTS
 from tests.fakes.block_scripts import Script, block_parameters, tokens
-from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, merged
+from tests.fakes.scripted_engine import EngineShape, ScriptedEngine
 
 PROMPT = tokens("Question")
 SHAPE = EngineShape(max_model_len=1000, num_blocks=600)
@@ -59,6 +59,7 @@ def test_details_are_written_in_parallel(model_dir: Path, ahead: int, run_ahead:
 
     assert engine.threads["a"].tree.finished
     from tests.fakes.block_scripts import TOKENIZER
+
     assert TOKENIZER.decode(engine.texts["a"]) == TEXT
     assert engine.finish_reasons["a"] == "stop"
     context = [*PROMPT, *tokens(FIRST)]
