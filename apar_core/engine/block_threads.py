@@ -113,7 +113,6 @@ class BlockThreads(RequestThreads):
             names,
             [len(child.seed) for child in block.children],
             [[plain_token(t) for t in child.header] for child in block.children],
-            [child.num_skipped for child in block.children],
         )
         request_ids = [child_request_id(request_id, ordinal) for ordinal in ordinals]
         for name, child_id in zip(names, request_ids, strict=True):

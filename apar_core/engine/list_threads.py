@@ -2,140 +2,312 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.thread_outputs import RequestThreads, TextToken, plain_token
-from apar_core.formats.blocks import OpenBlock
-from apar_core.formats.lists import HeadThread
-from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread
+from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.lists import (
+    HeadThread,
+    ListBlock,
+    ListEnd,
+    ListReader,
+    ListRules,
+    NextItem,
+    RootThread,
+)
+from apar_core.scheduler.list_journal import opens_at_its_end
+from apar_core.tree.paragraph import ParagraphNode
+from apar_core.tree.statistics import CachedChange, TreeStatistics, attended_by, largest_cached
+from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_request_id, child_thread
 from apar_core.vllm_names import EngineCoreOutput, FinishReason
 
 
-class ListThreads(BlockThreads):
-    """Reads lists from the threads of one request.
+@dataclass(slots=True)
+class _Progress:
+    """A thread in the schedule in which every live thread gains one token per step.
 
-    A token enters the tree when it is certain to be text: what a detail writes after its last line
-    may be the next item, and a head is part of the list once it has ended. A detail that ends its
-    list removes the threads of later items from the tree.
+    step: of its last token. num_before: tokens before its next token, without the prompt.
+    num_held: tokens that only it holds.
     """
 
-    def __init__(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    step: int
+    num_before: int
+    num_held: int = 0
+
+
+class ListThreads(RequestThreads):
+    """Reads lists from the threads of one request.
+
+    A token enters the tree when it is certain to be text if its item is: what a detail writes after
+    its last line may be the next item, and a head is one when it has ended. The root's tokens after
+    an item are text if they begin no other item. An item's paragraph is held back until the root
+    has begun it.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        parameters: ForkParameters,
+        rules: ListRules,
+        prompt: Sequence[int],
+        *args: Any,
+        max_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(request_id, parameters, None, *args, **kwargs)
+        self._rules = rules
+        self._control_ids = rules.marker_ids
         self._num_left = max_tokens
-        self._readers: dict[ThreadId, Any] = {ROOT_THREAD: self._rules.root_reader(self._prompt)}
+        self._root = rules.root_reader(prompt)
+        self._readers: dict[ThreadId, ListReader] = {ROOT_THREAD: self._root}
         # Tokens that a thread has generated, and that may not be text.
-        self._uncertain: dict[ThreadId, list[TextToken]] = {}
-        self._num_taken: dict[ThreadId, int] = {}
+        self._uncertain: defaultdict[ThreadId, list[TextToken]] = defaultdict(list)
+        # By the item's number: threads of heads, and of details.
+        self._heads: dict[int, ThreadId] = {}
+        self._details: dict[int, ThreadId] = {}
+        self._head_nodes: dict[int, ParagraphNode[TextToken]] = {}
+        self._begun: set[int] = set()
+        self._waits = False
+        self._num_discarded = self._num_joins = self._num_recomputed = 0
+        self._progress = {ROOT_THREAD: _Progress(0, 0)}
+        self._attended_tokens = self._attending_tokens = 0
+        self._changes: defaultdict[int, CachedChange] = defaultdict(CachedChange)
 
     def feed(self, output: EngineCoreOutput) -> Sequence[str]:
         """Add one thread's output; return the engine request ids of its new children."""
-        thread = self._threads[output.request_id]
-        if self.tree.threads[thread].discarded:
+        if self.tree.threads[self._threads[output.request_id]].discarded:
             if self.follower is not None:
                 self.follower.add(output)
             return ()
         return super().feed(output)
 
     def take(self) -> list[EngineCoreOutput]:
-        """Return what became certain; the text ends at `max_tokens`, as in one thread."""
-        outputs = super().take()
-        if self._num_left is None:
-            return outputs
+        """Return what became certain; the text ends at `max_tokens`, as that of one thread."""
         taken: list[EngineCoreOutput] = []
-        for output in outputs:
+        for output in super().take():
             number = len(output.new_token_ids)
-            if number >= self._num_left and number:
-                return [*taken, self._shortened(output, self._num_left)]
-            self._num_left -= number
+            if self._num_left is not None and 0 < self._num_left <= number:
+                return [*taken, _shortened(output, self._num_left)]
+            if self._num_left is not None:
+                self._num_left -= number
             taken.append(output)
         return taken
 
-    @staticmethod
-    def _shortened(output: EngineCoreOutput, number: int) -> EngineCoreOutput:
-        """Return an output that ends the answer by length after so many of its tokens."""
-        is_stop = output.finish_reason is not None and number == len(output.new_token_ids)
-        if is_stop:  # A stop token of the client is the last token.
-            return output
-        output.new_token_ids = output.new_token_ids[:number]
-        if output.new_logprobs is not None:
-            output.new_logprobs = output.new_logprobs.slice_request(0, number)
-        if output.new_sampling_mask is not None:
-            output.new_sampling_mask = output.new_sampling_mask.slice_request(0, number)
-        output.finish_reason, output.stop_reason = FinishReason.LENGTH, None
-        return output
+    def statistics(self, num_prompt_tokens: int) -> TreeStatistics:
+        """Return what writing the items in parallel saved and cost.
+
+        A probe of the root is a part of its thread: each takes the steps of its tokens.
+        """
+        records = self.tree.threads.values()
+        num_forced = sum(record.num_header + record.num_forced for record in records)
+        text_tokens = num_forced + sum(record.num_generated_items for record in records)
+        root = self.tree.threads[ROOT_THREAD]
+        steps = text_tokens + root.ended
+        return TreeStatistics(
+            threads=len(records),
+            forks=len(records) - 1,
+            max_depth=max(record.depth for record in records),
+            decode_steps=self._progress[ROOT_THREAD].step,
+            sequential_steps=steps,
+            attended_tokens=self._attended_tokens + self._attending_tokens * num_prompt_tokens,
+            sequential_attended_tokens=attended_by(num_prompt_tokens, steps),
+            max_cached_tokens=num_prompt_tokens + largest_cached(self._changes),
+            sequential_max_cached_tokens=num_prompt_tokens + max(steps - 1, 0),
+            text_tokens=text_tokens,
+            control_tokens=sum(record.num_seed + record.ended for record in records),
+            joins=self._num_joins,
+            forced_tokens=num_forced,
+            recomputed_tokens=self._num_recomputed,
+            discarded_tokens=self._num_discarded + self.tree.discarded_tokens,
+        )
 
     def _feed_tokens(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> list[str]:
         """Add the tokens of one output; return the engine request ids of its new children."""
-        token_ids = output.new_token_ids
-        num_text = len(token_ids) - ended
         reader = self._readers[thread]
+        num_text = len(output.new_token_ids) - ended
         children: list[str] = []
-        for index, token in enumerate(self._text_tokens(output, 0, num_text)):
-            self._join(thread)
-            self._uncertain.setdefault(thread, []).append(token)
-            block = reader.read(token.token_id, list)
-            self._take_certain(thread, reader)
-            # The token with which a thread ends opens no block.
-            is_last = output.finish_reason is not None and index == len(token_ids) - 1
-            if isinstance(block, OpenBlock) and not is_last:
-                children += self._open(output.request_id, thread, block, [])
-                names = self._waiting[thread][2]
-                readers = self._rules.child_readers(block, self._prompt)
-                for name, child_reader in zip(names, readers, strict=True):
-                    self._readers[name] = child_reader
-                    node = self.tree.threads[name].current_node
-                    node.held = isinstance(child_reader, HeadThread)
+        for index, token in enumerate(self._text_tokens(output, 0, num_text), 1):
+            if thread == ROOT_THREAD:
+                self._continue_root()
+            self._count(thread)
+            self._uncertain[thread].append(token)
+            mark = reader.read(token.token_id)
+            is_last = output.finish_reason is not None and index == num_text and not ended
+            stopped = output.finish_reason == FinishReason.STOP
+            if is_last and not opens_at_its_end(reader, stopped=stopped):
+                mark = None
+            self._take_certain(thread, reader, mark)
+            if isinstance(mark, ListBlock):
+                children += self._open(output.request_id, thread, mark)
+            elif isinstance(mark, ListEnd):
+                self._discard_after(mark.number)
+            self._waits |= thread == ROOT_THREAD and isinstance(mark, ListBlock | NextItem)
         if ended:
-            # An end token may be all that a thread generates after a join.
-            self._join(thread)
+            if thread == ROOT_THREAD:
+                self._continue_root()
+            self._count(thread)
         return children
 
-    def _take_certain(self, thread: ThreadId, reader: Any) -> None:
-        """Move the tokens that are certainly text to the tree."""
+    def _take_certain(self, thread: ThreadId, reader: ListReader, mark: Any) -> None:
+        """Move the tokens that are text, if their item is, to the tree."""
         uncertain = self._uncertain[thread]
-        taken = self._num_taken.get(thread, 0)
-        number = len(uncertain) if reader.num_certain is None else reader.num_certain - taken
+        if isinstance(reader, RootThread):
+            if isinstance(mark, NextItem):
+                self._begin_item(mark.run.number)
+                return
+            number = 0 if reader.is_probing and not isinstance(mark, ListBlock) else len(uncertain)
+        else:
+            number = reader.num_certain - self.tree.threads[thread].num_generated_items
         if number > 0:
-            self.tree.threads[thread].current_node.held = False
             self.tree.append(thread, uncertain[:number])
             del uncertain[:number]
-            self._num_taken[thread] = taken + number
+
+    def _open(self, request_id: str, thread: ThreadId, block: ListBlock) -> list[str]:
+        """Open an item; return the engine request ids of its threads."""
+        if thread == ROOT_THREAD:
+            self._heads, self._details, self._head_nodes, self._begun = {}, {}, {}, set()
+        opened: list[str] = []
+        start = self._progress[thread]
+        for child, num_skipped, reader in zip(
+            block.children,
+            (block.num_skipped, 0),
+            self._rules.child_readers(block),
+            strict=True,
+        ):
+            ordinal = len(self.tree.threads[thread].children)
+            child_id, name = child_request_id(request_id, ordinal), child_thread(thread, ordinal)
+            self.tree.fork(thread, name)
+            self.tree.threads[name].num_seed = len(child.seed)
+            self._threads[child_id], self._readers[name] = name, reader
+            num_before = start.num_before - num_skipped + len(child.seed)
+            self._progress[name] = _Progress(start.step, num_before, len(child.seed))
+            self._changes[start.step + 1].tokens += len(child.seed)
+            if isinstance(reader, HeadThread):
+                self._heads[reader.number] = name
+                node = self._head_nodes[reader.number] = self.tree.threads[name].current_node
+                node.held = True
+            else:
+                self._details[reader.number] = name
+            if self.follower is not None:
+                self.follower.forked(request_id, child_id)
+            opened.append(child_id)
+        self._show_item(block.number)
+        return opened
+
+    def _begin_item(self, number: int) -> None:
+        """Note that the root has begun an item, so that it is a part of the text."""
+        self._begun.add(number)
+        self._show_item(number)
+
+    def _show_item(self, number: int) -> None:
+        """Put an item into the text when it has a head and the root has begun it."""
+        name, run = self._heads.get(number), self._root.run
+        if name is None or run is None or number not in self._begun:
+            return
+        reader = self._readers[name]
+        if not isinstance(reader, HeadThread) or not reader.has_ended:
+            return
+        marker = self._rules.encode(run.shape.marker.text(number))
+        lead = [*self._rules.separator_ids(run, number), *marker]
+        node, record = self._head_nodes[number], self.tree.threads[name]
+        node.lead, node.held = [plain_token(token_id) for token_id in lead], False
+        record.num_header = len(lead)
+
+    def _continue_root(self) -> None:
+        """Let the root continue after the item that it has waited for."""
+        if not self._waits:
+            return
+        self._waits = False
+        run, progress = self._root.run, self._progress[ROOT_THREAD]
+        if run is None:
+            return
+        probed = self._uncertain[ROOT_THREAD]
+        name = self._details.get(run.number)
+        if run.item(run.number).failed or name is None:
+            head = self._progress[self._heads[run.number]]
+            progress.step = max(progress.step, head.step)
+            self._discard_after(run.number - 1)
+            self.tree.append(ROOT_THREAD, probed)
+            probed.clear()
+            return
+        self._num_discarded += len(probed)
+        num_item = len(self._rules.item_tokens(run, run.number))
+        self._num_joins += 1
+        self._num_recomputed += 0 if run.number == run.first_number else num_item
+        progress.step = max(progress.step, self._progress[name].step)
+        progress.num_before += num_item - len(probed)
+        self._changes[progress.step + 1].tokens += num_item - len(probed)
+        probed.clear()
+
+    def _count(self, thread: ThreadId) -> None:
+        """Count a token that a thread generates."""
+        progress = self._progress[thread]
+        self._attended_tokens += progress.num_before
+        self._attending_tokens += 1
+        progress.step += 1
+        progress.num_before += 1
+        progress.num_held += 1
+        # A token is cached from the step after its generation.
+        self._changes[progress.step + 1].tokens += 1
+
+    def _free(self, thread: ThreadId) -> None:
+        """Count the tokens that are freed where a thread has ended."""
+        progress = self._progress[thread]
+        if thread != ROOT_THREAD:
+            self._changes[progress.step + 1].tokens -= progress.num_held
 
     def _finish(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> None:
-        # Not that of `BlockThreads`, which closes children with the format's own text.
-        if self._waiting.pop(thread, None) is not None:
-            RequestThreads._finish(self, thread, output, ended=ended)
-            return
         reader = self._readers[thread]
+        if isinstance(reader, HeadThread):
+            output.stop_reason = None  # A head that was not ended is no text.
         # A stop token of the client ends the whole answer, wherever it stands.
         stops = not ended and isinstance(output.stop_reason, int)
-        is_text = reader.ends((), itself=ended) is not None or stops
         uncertain = self._uncertain.pop(thread, [])
-        num_kept = len(uncertain)
-        if not stops:
-            taken = self._num_taken.get(thread, 0)
-            num_kept = reader.num_text(taken + len(uncertain)) - taken
-        self.tree.threads[thread].current_node.held &= not stops
+        num_taken = self.tree.threads[thread].num_generated_items
+        own = [0] * num_taken + [token.token_id for token in uncertain]
+        text = reader.ends(own, itself=ended)
+        num_kept = len(uncertain) if stops else reader.num_text(len(own)) - num_taken
+        if thread == ROOT_THREAD and self._waits:
+            num_kept = 0
         self.tree.append(thread, uncertain[:num_kept])
-        self.tree.discarded_tokens += len(uncertain) - num_kept
-        if reader.closing_ids:
-            closing = [plain_token(token_id) for token_id in reader.closing_ids]
-            self.tree.close_child(thread, closing, is_closed=True)
-        RequestThreads._finish(self, thread, output, ended=ended)
-        parent = self.tree.threads[thread].parent
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT) or parent is None:
+        self.tree.force(thread, [plain_token(t) for t in text[num_taken + max(num_kept, 0) :]])
+        self._num_discarded += len(uncertain) - num_kept
+        self._free(thread)
+        reasons = set(self._reasons)
+        super()._finish(thread, output, ended=ended)
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             return
-        if not is_text:
-            self._discard(thread)
-        elif reader.ends_list:
-            ordinal = self.tree.threads[parent].children.index(thread)
-            self._discard(child_thread(parent, ordinal + 1))
+        if thread != ROOT_THREAD:
+            # Where an item ends is not where the answer ends.
+            self._reasons = reasons
+        elif (run := self._root.run) is not None:
+            has_head = not self._waits or bool(run.item(run.number).header)
+            self._discard_after(run.number if has_head else run.number - 1)
 
-    def _discard(self, thread: ThreadId) -> None:
-        """Remove a thread and all below it from the text."""
-        for name in self.tree.discard(thread):
-            self.tree.discarded_tokens += len(self._uncertain.pop(name, ()))
+    def _discard_after(self, number: int) -> None:
+        """Remove the items after one from the text."""
+        first = self._heads.get(number + 1)
+        if first is None:
+            return
+        for name, was_live in self.tree.discard(first).items():
+            if was_live:
+                self._free(name)
+            self._num_discarded += len(self._uncertain.pop(name, ()))
             if self.tags is not None:
                 self.tags.discard(name)
+
+
+def _shortened(output: EngineCoreOutput, number: int) -> EngineCoreOutput:
+    """Return an output that ends the answer by length after so many of its tokens."""
+    if output.finish_reason is not None and number == len(output.new_token_ids):
+        return output  # A stop token of the client is the last token.
+    output.new_token_ids = output.new_token_ids[:number]
+    if output.new_logprobs is not None:
+        output.new_logprobs = output.new_logprobs.slice_request(0, number)
+    if output.new_sampling_mask is not None:
+        output.new_sampling_mask = output.new_sampling_mask.slice_request(0, number)
+    output.finish_reason, output.stop_reason = FinishReason.LENGTH, None
+    return output

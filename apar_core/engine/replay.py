@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from apar_core.errors import RequestError, validation_summary
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import BlockReader, BlockRules, OpenBlock, split_at_blocks
+from apar_core.formats.blocks import BlockRules, OpenBlock, split_at_blocks
 from apar_core.formats.lists import ListRules
 from apar_core.formats.rules import JoinRules
 from apar_core.journal import Journal
@@ -297,7 +297,9 @@ class _BlockCheck:
                 raise _too_long(key, len(sequence), end, self._context_tokens)
             texts: list[list[int]] = []
             for child in block.children:
-                inherited = sequence[: block.num_inherited_by(child, segment_start)]
+                inherited: list[int] = []
+                if block.num_inherited is not None:
+                    inherited = sequence[: segment_start + block.num_inherited]
                 child_key = child_replay_key(key, num_children)
                 num_children += 1
                 if child_key not in self._scripts:
@@ -323,8 +325,8 @@ class _BlockCheck:
             return iter(())
         return split_at_blocks(
             self._rules,
-            BlockReader(self._rules, self._prompt_ids, is_child=bool(key)),
             self._scripts[key],
+            lambda: self._prompt_ids,
             has_ended=True,
             num_children=0,
         )

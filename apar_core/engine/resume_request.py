@@ -14,9 +14,11 @@ from vllm.sampling_params import SamplingParams
 
 from apar_core.engine.replay import without_generated
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.lists import ListRules
 from apar_core.formats.rules import block_rules
 from apar_core.journal import EndReason, Journal, ThreadDelta, to_plain
 from apar_core.scheduler.block_journal import RebuiltThread, completed_blocks, rebuilt_threads
+from apar_core.scheduler.list_journal import RebuiltLists, completed_lists, rebuilt_lists
 from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from apar_core.vllm_names import EngineCoreOutput, EngineCoreRequest, FinishReason, Request
@@ -62,9 +64,23 @@ def _in_order(request: AnyRequest, journal: Journal, tokenizer: Any) -> Iterator
     if parameters is None or parameters.blocks is None or not parameters.enabled:
         yield from journal
         return
-    rules = block_rules(parameters.blocks, tokenizer)
-    threads = rebuilt_threads(journal, request.prompt_token_ids or [], rules, parameters)
-    yield from _thread_in_order((), threads)
+    rules, prompt = block_rules(parameters.blocks, tokenizer), request.prompt_token_ids or []
+    if isinstance(rules, ListRules):
+        yield from _lists_in_order(rebuilt_lists(journal, prompt, rules, parameters))
+    else:
+        yield from _thread_in_order((), rebuilt_threads(journal, prompt, rules, parameters))
+
+
+def _lists_in_order(rebuilt: RebuiltLists) -> Iterator[ThreadDelta]:
+    """Yield the threads of a list before what the root has generated after its second head."""
+    root = rebuilt.threads[()]
+    children = [(path, each.delta) for path, each in sorted(rebuilt.threads.items()) if path]
+    start = 0
+    for number, end in enumerate(root.blocks):
+        yield ThreadDelta((), root.delta.token_ids[start:end])
+        yield from (delta for path, delta in children if path[0] // 2 == number)
+        start = end
+    yield root.delta._replace(token_ids=root.delta.token_ids[start:])
 
 
 def _thread_in_order(
@@ -75,8 +91,7 @@ def _thread_in_order(
     for end, number in threads[path].blocks:
         yield ThreadDelta(path, delta.token_ids[start:end])
         for ordinal in range(num_children, num_children + number):
-            if (*path, ordinal) in threads:
-                yield from _thread_in_order((*path, ordinal), threads)
+            yield from _thread_in_order((*path, ordinal), threads)
         num_children += number
         start = end
     yield delta._replace(token_ids=delta.token_ids[start:])
@@ -100,14 +115,11 @@ def completed(
     if params is None or parameters is None or not parameters.enabled:
         return journal[:1]
     if parameters.blocks is not None:
-        return completed_blocks(
-            journal,
-            request.prompt_token_ids or [],
-            block_rules(parameters.blocks, tokenizer),
-            parameters,
-            max_tokens=params.max_tokens,
-            max_model_len=max_model_len,
-        )
+        rules, prompt = block_rules(parameters.blocks, tokenizer), request.prompt_token_ids or []
+        limits = {"max_tokens": params.max_tokens, "max_model_len": max_model_len}
+        if isinstance(rules, ListRules):
+            return completed_lists(journal, prompt, rules, parameters, **limits)
+        return completed_blocks(journal, prompt, rules, parameters, **limits)
     threads = {delta.path: delta for delta in journal}
     _add_children(threads, parameters, request.prompt_token_ids or [], max_model_len)
     used = sum(

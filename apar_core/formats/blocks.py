@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
 
 from apar_core.errors import CheckpointError
 from apar_core.formats.control_tokens import Tokenizer
@@ -32,12 +30,10 @@ class BlockChild:
 
     seed: tokens forced after what the child inherits.
     header: tokens before its text in the joined text.
-    num_skipped: how many of the tokens that the block's children inherit this child does not.
     """
 
     seed: tuple[int, ...]
     header: tuple[int, ...]
-    num_skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +47,6 @@ class OpenBlock:
     branches: tuple[Branch, ...]
     children: tuple[BlockChild, ...]
     num_inherited: int | None
-
-    def num_inherited_by(self, child: BlockChild, segment_start: int) -> int:
-        """Return how many tokens of the thread's sequence a child inherits.
-
-        `segment_start` counts those before its last join.
-        """
-        if self.num_inherited is None:
-            return 0
-        return segment_start + self.num_inherited - child.num_skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,71 +62,17 @@ class JoinedText:
     continues: bool
 
 
-class ThreadReader(Protocol):
-    """Reads what one thread generates, token by token; scheduler and API process have one each."""
-
-    @property
-    def ends_list(self) -> bool:
-        """Whether a child that has ended cancels the block's next one (`formats/lists.py`)."""
-
-    def read(
-        self, token_id: int, generated: Callable[[], Sequence[int]]
-    ) -> OpenBlock | bool | None:
-        """Return the block that opens after a token, or whether the token ends the thread.
-
-        `generated` returns the thread's tokens since its last join, up to this one. Tokens that
-        are not in the format's `marker_ids` need not be read.
-        """
-
-    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...] | None:
-        """Return the text of a thread that has ended, from its own tokens.
-
-        `own` lacks the end token of the model, with which the thread ended if `itself`. None: the
-        thread is no part of the joined text.
-        """
-
-    def num_text(self, num_own: int) -> int:
-        """Return how many of an ended thread's tokens are text."""
-
-
-class BlockReader:
-    """Reads a thread of a format with a trigger."""
-
-    ends_list = False
-
-    def __init__(self, rules: BlockRules, prompt: Sequence[int], *, is_child: bool) -> None:
-        self._rules, self._prompt, self._is_child = rules, prompt, is_child
-
-    def read(
-        self, token_id: int, generated: Callable[[], Sequence[int]]
-    ) -> OpenBlock | bool | None:
-        """Return the block that opens after a token, or whether the token ends the thread."""
-        rules = self._rules
-        if token_id not in rules.marker_ids:
-            return None
-        if self._is_child and rules.ends_child(token_id):
-            return True
-        if self._is_child and not rules.nests:
-            return None
-        return rules.open(generated(), lambda: self._prompt)
-
-    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
-        """Return the text of a thread that has ended: all of its own tokens."""
-        return tuple(own)
-
-    def num_text(self, num_own: int) -> int:
-        """Return how many of an ended thread's tokens are text: all."""
-        return num_own
-
-
 class BlockRules:
     """Rules of one format with the tokens of one checkpoint.
 
+    work_factor: how many times its `max_tokens` a request may generate.
     marker_ids: tokens at which a block may open or a child may end; no other token needs a check.
     end_ids: those of them that end a child.
     shows_children: whether the children's texts are a part of the joined text, each between a
         header and `close_ids`, with `suffix_ids` after the last.
     """
+
+    work_factor = 1
 
     def __init__(self, definition: ParallelFormat, tokenizer: Tokenizer) -> None:
         """Raises CheckpointError if the tokenizer lacks a token of the format."""
@@ -171,21 +104,6 @@ class BlockRules:
             )
         self.close_ids = resolved.encode(join.close) if self.shows_children else ()
         self.suffix_ids = resolved.encode(join.suffix) if self.shows_children else ()
-
-    cancels = False
-    work_factor = 1
-
-    def is_ahead_of(self, reader: ThreadReader) -> bool:
-        """Return whether a thread must not begin yet: never."""
-        return False
-
-    def root_reader(self, prompt: Sequence[int]) -> ThreadReader:
-        """Return a reader of what a request's root thread generates."""
-        return BlockReader(self, prompt, is_child=False)
-
-    def child_readers(self, block: OpenBlock, prompt: Sequence[int]) -> tuple[ThreadReader, ...]:
-        """Return readers of what the children of a block generate."""
-        return tuple(BlockReader(self, prompt, is_child=True) for _ in block.children)
 
     def ends_child(self, token_id: int) -> bool:
         """Return whether a token ends a child and is the last of its text."""
@@ -240,26 +158,19 @@ class BlockRules:
         return OpenBlock(opened, children, len(generated) - (definition.cut == "before"))
 
     def joined(
-        self,
-        block: OpenBlock,
-        generated: Sequence[int],
-        texts: Sequence[Sequence[int] | None],
-        *,
-        is_root: bool = True,
+        self, block: OpenBlock, generated: Sequence[int], texts: Sequence[Sequence[int]]
     ) -> JoinedText:
         """Return the joined text of children that have generated `texts`.
 
         The texts include the tokens that ended children, and blocks joined inside them, but no end
-        token of the model. `generated` are the tokens of the parent since its last join; `is_root`
-        makes no difference here.
+        token of the model. `generated` are the parent's tokens since its last join.
         """
-        known = [text or () for text in texts]
         if not self.shows_children:
-            return self._joined_results(block, generated, known)
+            return self._joined_results(block, generated, texts)
         token_ids: list[int] = []
-        for child, text in zip(block.children, known, strict=True):
+        for child, text in zip(block.children, texts, strict=True):
             token_ids += (*child.header, *text, *self.closing(text))
-        continues = self._continues(known)
+        continues = self._continues(texts)
         token_ids += self.suffix_ids if continues else ()
         return JoinedText(len(generated), tuple(token_ids), continues)
 
@@ -325,9 +236,9 @@ class BlockRules:
 
 
 def split_at_blocks(
-    rules: Any,
-    reader: ThreadReader,
+    rules: BlockRules,
     token_ids: Sequence[int],
+    prompt: Callable[[], Sequence[int]],
     *,
     has_ended: bool,
     num_children: int,
@@ -342,18 +253,14 @@ def split_at_blocks(
     for index, token_id in enumerate(token_ids):
         if token_id not in rules.marker_ids:
             continue
-        block = reader.read(token_id, partial(_part, token_ids, start, index + 1))
-        if not isinstance(block, OpenBlock):
+        block = rules.open(token_ids[start : index + 1], prompt)
+        if block is None:
             continue
         if has_ended and index == len(token_ids) - 1 and num_opened >= num_children:
             return
         start = index + 1
         num_opened += len(block.children)
         yield start, block
-
-
-def _part(token_ids: Sequence[int], start: int, end: int) -> Sequence[int]:
-    return token_ids[start:end]
 
 
 def _completing_ids(trigger: str, tokenizer: Tokenizer) -> frozenset[int]:

@@ -1,9 +1,10 @@
 """Where an ordinary list can be written in parallel: after the heads of its items.
 
-Three readers of text that grows piece by piece (a piece is the text of one token): `ListFinder`
-finds the head of a list's second item, `HeadReader` the end of a later head, `DetailReader` the end
-of an item's detail. They take time linear in the text, and give the same result for any split of
-it into pieces, as far as a piece can be kept or not as a whole.
+Readers of text that grows piece by piece (a piece is the text of one token): `ListFinder` finds the
+head of a list's second item, `HeadReader` the end of a later head, `DetailReader` the end of an
+item's detail, `NextLineReader` whether another item follows. They take time linear in the text, and
+give the same result for any split of it into pieces, as far as a piece can be kept or not as a
+whole.
 
 A list is found only if its first item has a head and a detail. Code, tables, quotes, thoughts and
 nested lists are never read as items.
@@ -382,6 +383,8 @@ class DetailReader(_Lines):
         # The detail's part of the piece after those that are kept.
         self._partial = ""
         self._num_line_breaks = 0
+        # All text after the last that certainly belongs to the detail.
+        self._tail = ""
         self._has_text = False
         self._line_is_text = False
         # The detail begins within the line of its head, unless the head is the whole line.
@@ -410,8 +413,9 @@ class DetailReader(_Lines):
                 text_end = position
                 self._has_text = self._has_text or not part.isspace()
         if text_end < 0:
+            self._tail += piece
             return end
-        rest = piece[text_end:]
+        rest = self._tail = piece[text_end:]
         if rest.strip():
             self.num_kept, self._partial = self.num_pieces - 1, piece[:text_end]
             self._num_line_breaks = 0
@@ -420,11 +424,15 @@ class DetailReader(_Lines):
             self._num_line_breaks = rest.count(_LINE)
         return end
 
-    def closing(self, end: DetailEnd) -> str:
-        """Return the detail's text after the pieces that are kept, and what separates items."""
-        if end is DetailEnd.LIST:
-            return self._partial
-        return self._partial + self._shape.separator[self._num_line_breaks :]
+    def closing(self, end: DetailEnd | None) -> tuple[str, str]:
+        """Return the detail's text after the pieces that are kept, and the text before a next item.
+
+        `end` is why it has ended; None if it has ended by itself, so that all pieces are kept.
+        """
+        if end is None:
+            num_line_breaks = 0 if self._tail.strip() else self._tail.count(_LINE)
+            return "", self._shape.separator[num_line_breaks:]
+        return self._partial, self._shape.separator[self._num_line_breaks :]
 
     def _add(self, part: str) -> DetailEnd | None:
         if not self.is_open:
@@ -475,6 +483,34 @@ class DetailReader(_Lines):
         if self.num_blank:
             return shape.has_paragraphs
         return shape.has_lines or shape.has_paragraphs
+
+
+class NextLine(Enum):
+    """What follows the items that are known: another one, or anything else."""
+
+    OPEN = "open"
+    ITEM = "item"
+    OTHER = "other"
+
+
+class NextLineReader:
+    """Reads whether a text goes on with another item of a list."""
+
+    def __init__(self, shape: ListShape) -> None:
+        self._key = shape.marker.key
+        self._text = ""
+
+    def feed(self, piece: str) -> NextLine:
+        """Add a piece."""
+        self._text += piece
+        blank, _, line = self._text.rpartition(_LINE)
+        if blank.strip() or not self._text.startswith((_LINE, " ")):
+            return NextLine.OTHER
+        match = _MARKER.match(line)
+        if match is not None:
+            same = Marker.of_match(match).key == self._key
+            return NextLine.ITEM if same and _LINE in self._text else NextLine.OTHER
+        return NextLine.OPEN if _BEGINS_MARKER.match(line) else NextLine.OTHER
 
 
 def _follows(marker: Marker, before: Marker) -> bool:

@@ -1,23 +1,25 @@
 """Threads of an ordinary list: its items' details are written in parallel, without trained tokens.
 
-A thread that has ended the head of a list's second item waits for two children: the *detail* of
-that item, and the *head* of the next one. A head thread that has ended its head does the same, and
-so on. In reading order this is the list. Every detail but the second reads only the first item and
-its own head (`ListRun.num_before`): after a row of bare heads a model writes bare heads.
+A thread that has ended the head of a list's second item opens two threads: the *detail* of that
+item, and the *head* of the next one. A head thread that has ended its head does the same, and ends.
+In reading order this is the list. Every detail but the second reads only the first item and its own
+head (`ListRun.num_before`): after a row of bare heads a model writes bare heads.
 
-How far the list goes is the model's decision: a detail that does not go on with another item ends
-the list, and the threads of later items are cancelled. Unless that detail has ended the answer, the
-waiting thread then continues after the joined text.
+The root thread decides how far the list goes. When an item is complete, the root continues after it
+(it *probes*): where it begins another item, it drops those tokens and waits for the one that is
+being written; else the list ends there, the threads of later items are cancelled, and the root goes
+on. So the length of the list, and all that follows it, is what the model writes after reading every
+item. Scheduler and API process read the same tokens, and agree without messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from apar_core.formats.blocks import BlockChild, JoinedText, OpenBlock
+from apar_core.formats.blocks import BlockChild, OpenBlock
 from apar_core.formats.control_tokens import Tokenizer
 from apar_core.formats.list_shape import (
     DetailEnd,
@@ -26,6 +28,8 @@ from apar_core.formats.list_shape import (
     HeadState,
     ListFinder,
     ListShape,
+    NextLine,
+    NextLineReader,
 )
 from apar_core.formats.parallel_format import ListItems, ParallelFormat
 from apar_core.formats.resolved_format import encode_behind
@@ -42,189 +46,243 @@ class _EveryToken:
 
 
 @dataclass(slots=True)
+class ListItem:
+    """What is known of an item.
+
+    header: tokens of its marker and head; those of the second item stand in the root's text.
+    text: tokens of its detail, once that has ended. closing: text between it and the next item.
+    failed: whether its thread has written no head.
+    """
+
+    header: tuple[int, ...] = ()
+    text: tuple[int, ...] | None = None
+    closing: str = ""
+    failed: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the root may continue after it, or without it."""
+        return self.text is not None or self.failed
+
+
+@dataclass(slots=True)
 class ListRun:
     """What the threads of one list have in common, in one process.
 
-    num_before: tokens between the last join of the thread that found the list and its second item.
-    lead: text before an item's marker that is not among them.
-    last_number: the first item after which the list has ended, if one is known; ends_answer: its
-        detail has ended the answer, too.
-    undecided: numbers of the items whose details are being written.
+    num_before: tokens between the last join of the root and its second item. lead: text before an
+        item's marker that is not among them.
+    first_number: number of the second item. number: of the item that the root waits for, or after
+        which it probes.
     """
 
     shape: ListShape
     num_before: int
     lead: str
-    last_number: int | None = None
-    ends_answer: bool = False
-    undecided: set[int] = field(default_factory=set)
+    first_number: int
+    number: int
+    items: dict[int, ListItem] = field(default_factory=dict)
 
-    def ends_at(self, number: int, *, ends_answer: bool) -> None:
-        """Note that the list does not go on after an item."""
-        if self.last_number is None or number <= self.last_number:
-            self.last_number, self.ends_answer = number, ends_answer
+    def item(self, number: int) -> ListItem:
+        """Return what is known of an item."""
+        return self.items.setdefault(number, ListItem())
 
 
 @dataclass(frozen=True, slots=True)
 class ListBlock(OpenBlock):
     """The detail of an item and the head of the next.
 
-    num_read: tokens between the last join of the thread that found the list and the end of the
-        item's head, on the path of the thread that has opened the block.
+    num_read: tokens between the last join of the root and the end of the item's head, on the path
+        of the thread that has opened the block. num_skipped: those that the detail does not read.
     """
 
     run: ListRun
     number: int
     num_read: int
+    num_skipped: int
+
+    def inherited(self, segment_start: int) -> tuple[int, int]:
+        """Return how many tokens of the thread's sequence detail and head inherit.
+
+        `segment_start` counts those before the thread's last join.
+        """
+        num_tokens = segment_start + (self.num_inherited or 0)
+        return num_tokens - self.num_skipped, num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class NextItem:
+    """The root has begun another item: it drops its tokens since the last join, and waits."""
+
+    run: ListRun
+
+
+@dataclass(frozen=True, slots=True)
+class ListEnd:
+    """The root has continued with anything else: the list ends with item `number`."""
+
+    run: ListRun
+    number: int
+
+
+ListMark = ListBlock | NextItem | ListEnd
 
 
 class DetailThread:
     """Reads what the thread of an item's detail generates."""
 
     def __init__(self, rules: ListRules, run: ListRun, number: int) -> None:
-        self._rules, self._run, self.number = rules, run, number
+        self.rules, self.run, self.number = rules, run, number
         self._reader = DetailReader(run.shape)
         self._end: DetailEnd | None = None
-        self._is_over = False
-        run.undecided.add(number)
 
     @property
     def num_certain(self) -> int:
-        """How many of its tokens certainly stay in the text."""
+        """How many of its tokens certainly stay in the text, if the item does."""
         return self._reader.num_kept
 
-    @property
-    def ends_list(self) -> bool:
-        """Whether the list ends with this item; known once the thread has ended."""
-        return self._is_over and self._end is not DetailEnd.ITEM
-
-    def read(self, token_id: int, generated: Callable[[], Sequence[int]]) -> bool:
+    def read(self, token_id: int) -> bool:
         """Read a token; return whether the detail ends before it."""
-        self._end = self._reader.feed(self._rules.text_of(token_id))
+        self._end = self._reader.feed(self.rules.text_of(token_id))
         return self._end is not None
-
-    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
-        """Note that the thread has ended; return its text with what stands before the next item.
-
-        `own` are its tokens without an end token of the model, with which it ended if `itself`.
-        """
-        self._is_over = True
-        self._run.undecided.discard(self.number)
-        if self.ends_list:
-            self._run.ends_at(self.number, ends_answer=itself and self._end is None)
-        return (*own[: self.num_text(len(own))], *self.closing_ids)
 
     def num_text(self, num_own: int) -> int:
         """Return how many tokens of an ended thread are text."""
         return num_own if self._end is None else min(num_own, self._reader.num_kept)
 
-    @property
-    def closing_ids(self) -> tuple[int, ...]:
-        """Tokens after its own in the text, once it has ended."""
-        if self._end is None:
-            return ()
-        return self._rules.encode(self._reader.closing(self._end))
+    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
+        """Note that the thread has ended, and with which tokens; return its text."""
+        partial, separator = self._reader.closing(self._end)
+        text = (*own[: self.num_text(len(own))], *self.rules.encode(partial))
+        item = self.run.item(self.number)
+        item.text, item.closing = text, separator
+        return text
 
 
 class HeadThread:
     """Reads what the thread of an item's head generates, after the item's marker."""
 
     def __init__(self, rules: ListRules, run: ListRun, number: int, num_read: int) -> None:
-        self._rules, self._run, self.number = rules, run, number
+        self.rules, self.run, self.number = rules, run, number
         self._num_read = num_read
         self._reader = HeadReader(run.shape.marker, run.shape.head_end)
         self._own: list[int] = []
         self._state = HeadState.OPEN
 
     @property
-    def num_undecided(self) -> int:
-        """How many details of the list are being written."""
-        return len(self._run.undecided)
+    def has_ended(self) -> bool:
+        """Whether it has written a head."""
+        return self._state is HeadState.ENDED
 
     @property
     def num_certain(self) -> int:
-        """How many of its tokens certainly stay in the text."""
-        return len(self._own) if self._state is HeadState.ENDED else 0
+        """How many of its tokens certainly stay in the text, if the item does."""
+        return len(self._own) if self.has_ended else 0
 
-    ends_list = False
-
-    def read(
-        self, token_id: int, generated: Callable[[], Sequence[int]]
-    ) -> ListBlock | bool | None:
-        """Read a token; return the block that opens after it, or True if the head has failed."""
+    def read(self, token_id: int) -> ListBlock | bool | None:
+        """Read a token; return the block that opens after it, or True if there will be no head."""
         self._own.append(token_id)
-        self._state = self._reader.feed(self._rules.text_of(token_id))
+        self._state = self._reader.feed(self.rules.text_of(token_id))
         if self._state is HeadState.FAILED:
             return True
         if self._state is HeadState.OPEN:
             return None
-        run, own = self._run, tuple(self._own)
-        marker = run.lead + run.shape.marker.text(self.number)
+        run, own = self.run, tuple(self._own)
+        marker = run.shape.marker.text(self.number)
+        run.item(self.number).header = (*self.rules.encode(marker), *own)
         num_read = self._num_read + len(own)
-        detail = BlockChild(
-            (*self._rules.encode(marker), *own), (), num_skipped=num_read - run.num_before
+        detail = (*self.rules.encode(run.lead + marker), *own)
+        return self.rules.block(
+            run, self.number, detail, len(own), num_read, num_read - run.num_before
         )
-        return self._rules.block(run, self.number, detail, len(own), num_read)
-
-    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...] | None:
-        """Note that the thread has ended; None, as a head that opens no block is no text."""
-        return None
 
     def num_text(self, num_own: int) -> int:
-        """Return how many tokens of a thread that ends without a block are text."""
-        return 0
-
-    closing_ids: tuple[int, ...] = ()
-
-
-class RootThread:
-    """Reads what the root thread of a request generates since its last join."""
-
-    def __init__(self, rules: ListRules, prompt: Sequence[int]) -> None:
-        self._rules, self._prompt = rules, prompt
-        self._num_read = 0
-        self._finder = ListFinder(in_thought=rules.opens_thought(prompt))
-
-    num_certain: int | None = None
-    ends_list = False
-
-    def read(self, token_id: int, generated: Callable[[], Sequence[int]]) -> ListBlock | None:
-        """Read a token; return the block that opens after it."""
-        self._num_read += 1
-        found = self._finder.feed(self._rules.text_of(token_id))
-        if found is None:
-            return None
-        run = ListRun(found.shape, found.num_before, found.lead)
-        num_read = self._num_read
-        # The next tokens are those of the continuation.
-        self._num_read, self._finder = 0, ListFinder()
-        return self._rules.block(run, found.number, BlockChild((), ()), num_read, num_read)
+        """Return how many tokens of an ended thread are text."""
+        return num_own if self.has_ended else 0
 
     def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
         """Note that the thread has ended; return its text."""
-        return tuple(own)
+        self.run.item(self.number).failed = not self.has_ended
+        return tuple(own[: self.num_text(len(own))])
+
+
+class RootThread:
+    """Reads what the root thread of a request generates, in all its engine requests."""
+
+    def __init__(self, rules: ListRules, prompt: Sequence[int]) -> None:
+        self.rules = rules
+        # Tokens since the last join.
+        self._num_read = 0
+        self._finder = ListFinder(in_thought=rules.opens_thought(prompt))
+        self.run: ListRun | None = None
+        self._next_line: NextLineReader | None = None
+        self._probed: list[str] = []
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether its tokens since the last join may be dropped."""
+        return self.run is not None
+
+    def read(self, token_id: int) -> ListMark | None:
+        """Read a token; return what it shows."""
+        self._num_read += 1
+        piece = self.rules.text_of(token_id)
+        if self.run is None:
+            return self._find(piece)
+        if self._next_line is None:
+            if self.run.item(self.run.number).failed:
+                # The root writes the item itself, after the marker that it has written.
+                self._num_read = len(self._probed) + 1
+                self._leave_list()
+                return self._find(piece)
+            self._next_line, self._probed, self._num_read = (
+                NextLineReader(self.run.shape), [], 1
+            )  # fmt: skip
+        self._probed.append(piece)
+        state = self._next_line.feed(piece)
+        if state is NextLine.OPEN:
+            return None
+        run = self.run
+        if state is NextLine.ITEM:
+            run.number += 1
+            self._next_line = None
+            return NextItem(run)
+        self._leave_list()
+        return ListEnd(run, run.number)
+
+    def _find(self, piece: str) -> ListBlock | None:
+        found = self._finder.feed(piece)
+        if found is None:
+            return None
+        number = found.number
+        run = self.run = ListRun(found.shape, found.num_before, found.lead, number, number)
+        self._probed = []
+        return self.rules.block(run, number, (), self._num_read, self._num_read, 0)
+
+    def _leave_list(self) -> None:
+        """Go on as after any other text."""
+        self._finder, self.run, self._next_line = ListFinder(), None, None
+        for piece in self._probed:
+            self._finder.feed(piece)
 
     def num_text(self, num_own: int) -> int:
         """Return how many tokens of an ended thread are text."""
         return num_own
 
-    closing_ids: tuple[int, ...] = ()
+    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
+        """Note that the thread has ended; return its text."""
+        return tuple(own)
+
+
+ListReader = RootThread | HeadThread | DetailThread
 
 
 class ListRules:
-    """Rules of the format `lists` with the tokens of one checkpoint.
+    """Rules of the format `lists` with the tokens of one checkpoint."""
 
-    The attributes are those of `BlockRules`: every token may open a block or end a child.
-    """
-
-    cancels = True
-    # How many times its `max_tokens` a request may generate. The text ends at `max_tokens` in reading
-    # order; what goes beyond are tokens of items after the end of a list.
-    work_factor = 2
     marker_ids = _EveryToken()
-    shows_children = True
-    nests = True
-    suffix_ids: tuple[int, ...] = ()
+    # How many times its `max_tokens` a request may generate. The text ends at `max_tokens` in
+    # reading order; what goes beyond are tokens of items after the end of a list.
+    work_factor = 2
 
     def __init__(self, definition: ParallelFormat, tokenizer: Tokenizer) -> None:
         assert definition.items is not None
@@ -240,50 +298,49 @@ class ListRules:
             return str(tokenizer.decode([*context, token_id]))[len(before) :]
 
         self.text_of = text_of
-        self.encode = cache(lambda text: encode_behind(text, tokenizer) if text else ())
+        self.encode = cache(lambda text: encode_behind(text, tokenizer))
 
     def root_reader(self, prompt: Sequence[int]) -> RootThread:
         """Return a reader of what a request's root thread generates."""
         return RootThread(self, prompt)
 
-    def child_readers(self, block: Any, prompt: Sequence[int]) -> tuple[DetailThread, HeadThread]:
+    def child_readers(self, block: ListBlock) -> tuple[DetailThread, HeadThread]:
         """Return readers of what the children of a block generate."""
         run, number = block.run, block.number
         num_read = block.num_read + len(block.children[1].seed)
         return DetailThread(self, run, number), HeadThread(self, run, number + 1, num_read)
 
     def block(
-        self, run: ListRun, number: int, detail: BlockChild, num_generated: int, num_read: int
+        self,
+        run: ListRun,
+        number: int,
+        detail_seed: tuple[int, ...],
+        num_generated: int,
+        num_read: int,
+        num_skipped: int,
     ) -> ListBlock:
         """Return the block that opens after an item's head."""
         marker = run.shape.marker.text(number + 1)
         head = BlockChild(self.encode(run.shape.separator + marker), self.encode(marker))
-        return ListBlock((), (detail, head), num_generated, run, number, num_read)
+        children = (BlockChild(detail_seed, ()), head)
+        return ListBlock((), children, num_generated, run, number, num_read, num_skipped)
 
-    def is_ahead_of(self, reader: Any) -> bool:
-        """Return whether a thread must not begin yet: too many details are being written."""
-        return isinstance(reader, HeadThread) and reader.num_undecided >= self.items.ahead
+    def is_ahead(self, reader: Any) -> bool:
+        """Return whether a head must not be written yet: the root is too far behind."""
+        return (
+            isinstance(reader, HeadThread) and reader.number - reader.run.number > self.items.ahead
+        )
+
+    def item_tokens(self, run: ListRun, number: int) -> tuple[int, ...]:
+        """Return the tokens of an item after those of the items before it."""
+        item = run.item(number)
+        return (*self.separator_ids(run, number), *item.header, *(item.text or ()))
+
+    def separator_ids(self, run: ListRun, number: int) -> tuple[int, ...]:
+        """Return the tokens between an item and the one before it; none before the second."""
+        return () if number == run.first_number else self.encode(run.item(number - 1).closing)
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends within the thought of a reasoning model."""
         text = str(self._tokenizer.decode(list(prompt[-_THOUGHT_TOKENS:])))
         return text.rfind("<think>") > text.rfind("</think>")
-
-    def num_kept(self, generated: Sequence[int]) -> int:
-        """Return how many of a parent's tokens since its last join stay before a joined text."""
-        return len(generated)
-
-    def joined(
-        self,
-        block: Any,
-        generated: Sequence[int],
-        texts: Sequence[Sequence[int] | None],
-        *,
-        is_root: bool,
-    ) -> JoinedText:
-        """Return the joined text; a child without a text was cancelled, with its header."""
-        token_ids: list[int] = []
-        for child, text in zip(block.children, texts, strict=True):
-            if text is not None:
-                token_ids += (*child.header, *text)
-        return JoinedText(len(generated), tuple(token_ids), is_root and not block.run.ends_answer)

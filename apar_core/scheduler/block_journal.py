@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import OpenBlock, ThreadReader, split_at_blocks
-from apar_core.formats.rules import JoinRules
+from apar_core.formats.blocks import BlockRules, OpenBlock, split_at_blocks
 from apar_core.journal import EndReason, Journal, ThreadDelta
 from apar_core.tree.thread_names import ThreadPath
 
@@ -23,7 +21,6 @@ class RebuiltThread:
 
     own_start: tokens before its own text. segment_start: tokens before what it has generated since
         its last join.
-    reader: has read what it has generated.
     num_children: children of all its blocks. waits_for: its last block, if nothing was joined yet.
     blocks: for each block, how many tokens it had generated, and the number of its children.
     """
@@ -32,25 +29,14 @@ class RebuiltThread:
     sequence: list[int]
     own_start: int
     segment_start: int
-    reader: ThreadReader
     num_children: int = 0
     waits_for: OpenBlock | None = None
     blocks: list[tuple[int, int]] = field(default_factory=list)
 
-    def own_text(self, parameters: ForkParameters) -> tuple[int, ...] | None:
-        """Return the text of a thread that has ended; None if it is no part of the joined text."""
+    def own_text(self, parameters: ForkParameters) -> tuple[int, ...]:
+        """Return what it has written so far, without an end token of the model."""
         own = self.sequence[self.own_start :]
-        itself = parameters.ended_itself(own, stopped=self.delta.stopped)
-        if itself:
-            del own[-1]
-        return tuple(own) if self.blocks else self.reader.ends(own, itself=itself)
-
-    def num_text(self, parameters: ForkParameters) -> int:
-        """Return how many of the tokens that it has generated are text, as far as is known."""
-        number = parameters.num_text(self.delta.token_ids, stopped=self.delta.stopped)
-        if self.blocks or self.delta.finish_reason is None:
-            return number
-        return self.reader.num_text(number)
+        return tuple(own[:-1] if parameters.ended_itself(own, stopped=self.delta.stopped) else own)
 
     @property
     def child_paths(self) -> list[ThreadPath]:
@@ -62,11 +48,10 @@ class RebuiltThread:
 
 
 def rebuilt_threads(
-    journal: Journal, prompt: Sequence[int], rules: JoinRules, parameters: ForkParameters
+    journal: Journal, prompt: Sequence[int], rules: BlockRules, parameters: ForkParameters
 ) -> dict[ThreadPath, RebuiltThread]:
     """Return all threads by path, also children that the journal does not know yet.
 
-    Threads of items after the end of their list are left out.
     Raises TreeError for a thread that no other one has opened.
     """
     deltas = {delta.path: delta for delta in journal}
@@ -75,50 +60,38 @@ def rebuilt_threads(
         if path:
             known[path[:-1]] = max(known.get(path[:-1], 0), path[-1] + 1)
     threads: dict[ThreadPath, RebuiltThread] = {}
-    cancelled: set[ThreadPath] = set()
 
-    def rebuild(path: ThreadPath, before: list[int], reader: ThreadReader) -> RebuiltThread:
+    def rebuild(path: ThreadPath, before: list[int]) -> RebuiltThread:
         delta = deltas.get(path) or ThreadDelta(path, ())
-        thread = RebuiltThread(delta, list(before), len(before), len(before), reader)
+        thread = RebuiltThread(delta, list(before), len(before), len(before))
         threads[path] = thread
         start = 0
-        for end, block in split_at_blocks(
+        blocks = split_at_blocks(
             rules,
-            reader,
             delta.token_ids,
+            lambda: prompt,
             has_ended=delta.finish_reason is not None,
             num_children=known.get(path, 0),
-        ):
+        )
+        for end, block in blocks if rules.nests or not path else ():
             _join(thread, threads, rules, parameters)
             thread.sequence += delta.token_ids[start:end]
             start = end
-            readers = rules.child_readers(block, prompt)
-            is_cut = False
-            for child, child_reader in zip(block.children, readers, strict=True):
-                child_path = (*path, thread.num_children)
+            for child in block.children:
+                inherited: list[int] = []
+                if block.num_inherited is not None:
+                    inherited = thread.sequence[: thread.segment_start + block.num_inherited]
+                rebuild((*path, thread.num_children), [*inherited, *child.seed])
                 thread.num_children += 1
-                if is_cut:
-                    cancelled.add(child_path)
-                    continue
-                inherited = thread.sequence[: block.num_inherited_by(child, thread.segment_start)]
-                rebuild(child_path, [*inherited, *child.seed], child_reader)
-                is_cut = child_reader.ends_list
             thread.waits_for = block
             thread.blocks.append((end, len(block.children)))
         if start < len(delta.token_ids):
             _join(thread, threads, rules, parameters)
             thread.sequence += delta.token_ids[start:]
-        if delta.finish_reason is not None:
-            thread.own_text(parameters)
         return thread
 
-    rebuild((), list(prompt), rules.root_reader(prompt))
-    unknown = [
-        path
-        for path in deltas.keys() - threads.keys()
-        if not any(path[: len(first)] == first for first in cancelled)
-    ]
-    if unknown:
+    rebuild((), list(prompt))
+    if unknown := deltas.keys() - threads.keys():
         raise TreeError(f"no thread before {min(unknown)} has opened it")
     return {path: threads[path] for path in sorted(threads)}
 
@@ -126,7 +99,7 @@ def rebuilt_threads(
 def _join(
     thread: RebuiltThread,
     threads: dict[ThreadPath, RebuiltThread],
-    rules: JoinRules,
+    rules: BlockRules,
     parameters: ForkParameters,
 ) -> None:
     """Append the joined text of the block that a thread waits for, if any."""
@@ -134,8 +107,7 @@ def _join(
     if block is None:
         return
     generated = thread.sequence[thread.segment_start :]
-    texts = ended_texts(paths, threads, rules, parameters)
-    joined = rules.joined(block, generated, texts, is_root=not thread.delta.path)
+    joined = rules.joined(block, generated, ended_texts(paths, threads, rules, parameters))
     del thread.sequence[thread.segment_start + joined.num_kept :]
     thread.sequence += joined.token_ids
     thread.segment_start = len(thread.sequence)
@@ -145,24 +117,19 @@ def _join(
 def ended_texts(
     paths: Sequence[ThreadPath],
     threads: dict[ThreadPath, RebuiltThread],
-    rules: JoinRules,
+    rules: BlockRules,
     parameters: ForkParameters,
-) -> list[Any]:
-    """Return the texts of threads that have ended, some of them at their own last join.
-
-    None for one that is no part of the joined text.
-    """
-    known = [threads.get(path) for path in paths]
-    for thread in known:
-        if thread is not None:
-            _join(thread, threads, rules, parameters)
-    return [None if thread is None else thread.own_text(parameters) for thread in known]
+) -> list[tuple[int, ...]]:
+    """Return the texts of threads that have ended, some of them at their own last join."""
+    for path in paths:
+        _join(threads[path], threads, rules, parameters)
+    return [threads[path].own_text(parameters) for path in paths]
 
 
 def completed_blocks(
     journal: Journal,
     prompt: Sequence[int],
-    rules: JoinRules,
+    rules: BlockRules,
     parameters: ForkParameters,
     *,
     max_tokens: int | None,
@@ -185,8 +152,10 @@ def completed_blocks(
             opens = len(thread.sequence) < max_model_len and num_opened < parameters.max_forks
             num_opened += opens
             deltas[path] = ThreadDelta(path, (), None if opens else EndReason.LENGTH)
-    used = sum(thread.num_text(parameters) for thread in threads.values())
-    is_exhausted = max_tokens is not None and used >= max_tokens * rules.work_factor
+    used = sum(
+        parameters.num_text(delta.token_ids, stopped=delta.stopped) for delta in deltas.values()
+    )
+    is_exhausted = max_tokens is not None and used >= max_tokens
     # Inner blocks first: their end may be what an outer one waits for.
     for path in sorted(deltas, reverse=True):
         delta, thread = deltas[path], threads[path]
@@ -206,17 +175,16 @@ def _end_at_join(
     thread: RebuiltThread,
     threads: dict[ThreadPath, RebuiltThread],
     deltas: dict[ThreadPath, ThreadDelta],
-    rules: JoinRules,
+    rules: BlockRules,
     parameters: ForkParameters,
     max_model_len: int,
 ) -> int | None:
     """Return the reason for which a parent ends at its join; None if it waits or continues."""
-    paths, block = [path for path in thread.child_paths if path in deltas], thread.waits_for
+    paths, block = thread.child_paths, thread.waits_for
     if block is None or any(deltas[path].finish_reason is None for path in paths):
         return None
-    texts = ended_texts(thread.child_paths, threads, rules, parameters)
-    generated = thread.sequence[thread.segment_start :]
-    joined = rules.joined(block, generated, texts, is_root=not thread.delta.path)
+    texts = ended_texts(paths, threads, rules, parameters)
+    joined = rules.joined(block, thread.sequence[thread.segment_start :], texts)
     if not joined.continues:
         return EndReason.STOP
     num_tokens = thread.segment_start + joined.num_kept + len(joined.token_ids)

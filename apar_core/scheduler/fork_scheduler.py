@@ -28,7 +28,6 @@ from vllm.config import VllmConfig
 
 from apar_core.attention.selection import family_settings, reads_families
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import OpenBlock
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.constraints import FailedConstraints
@@ -39,6 +38,7 @@ from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
 from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.joins import Joins
+from apar_core.scheduler.lists import Lists
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.row_limits import RowWarnings
 from apar_core.scheduler.step_time import StepClock
@@ -48,7 +48,7 @@ from apar_core.scheduler.thread_requests import (
     resumed_threads,
     take_journal,
 )
-from apar_core.scheduler.thread_table import JoiningGroup, ThreadGroup, ThreadTable
+from apar_core.scheduler.thread_table import JoiningGroup, ListGroup, ThreadGroup, ThreadTable
 from apar_core.step_costs.costs import StepBatch
 from apar_core.step_costs.files import read_costs
 from apar_core.vllm_names import (
@@ -125,6 +125,7 @@ class ForkMixin(Scheduler):
         self._statistics_due_s = 0.0
         self._unsent_drafts: SpecDecodingStats | None = None
         self.joins = Joins(self, lambda: cached_tokenizer_from_config(vllm_config.model_config))
+        self.lists = Lists(self)
 
     @property
     def _counts_attended(self) -> bool:
@@ -149,7 +150,7 @@ class ForkMixin(Scheduler):
         if parameters.enabled:
             group = self._open_group(request, parameters)
             if isinstance(group, JoiningGroup):
-                self.joins.begin(group, request)
+                self._joins(group).begin(group, request)
 
     def _open_group(self, request: Request, parameters: ForkParameters) -> ThreadGroup[Request]:
         rules = self.joins.rules(parameters)
@@ -173,7 +174,7 @@ class ForkMixin(Scheduler):
             return
         group = self._open_group(request, parameters)
         if isinstance(group, JoiningGroup):
-            threads = self.joins.resume(group, request, journal)
+            threads = self._joins(group).resume(group, request, journal)
         else:
             threads = resumed_threads(request, journal, group)
         for thread in threads[:1]:
@@ -183,6 +184,7 @@ class ForkMixin(Scheduler):
         for thread in threads[1:]:
             self.admission.wait(group, thread)
         self.joins.settle()
+        self.lists.settle()
         self._start_waiting_forks()
 
     def finish_requests(
@@ -227,6 +229,7 @@ class ForkMixin(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Take a step's output, add one for each thread that a limit ended; start forks."""
         self.joins.step_ends(scheduler_output)
+        self.lists.step_ends(scheduler_output)
         self.failed_constraints.not_compiled(
             self.requests[request_id]
             for request_id in self.grammar_compile_error_reqs & self.requests.keys()
@@ -244,6 +247,7 @@ class ForkMixin(Scheduler):
             )
         self._exhausted.clear()
         self.joins.settle()
+        self.lists.settle()
         for client_index, request_id, reason in self._unopened:
             client_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
             client_outputs.outputs.append(EngineCoreOutput(request_id, [], finish_reason=reason))
@@ -354,9 +358,9 @@ class ForkMixin(Scheduler):
     ) -> tuple[list[int], bool]:
         """Take any number of tokens, including fork tokens, as far as the budget allows."""
         tokens = group.within_budget(new_token_ids)
-        block: OpenBlock | bool = False
+        block: Any = False
         if isinstance(group, JoiningGroup):
-            tokens, block = self.joins.until_marker(group, request, tokens)
+            tokens, block = self._joins(group).until_marker(group, request, tokens)
         num_tokens = len(tokens)
         # Control tokens are not text: each raises the thread's own limit by one.
         request.max_tokens += sum(map(group.parameters.is_control, tokens))
@@ -376,17 +380,18 @@ class ForkMixin(Scheduler):
                 self._fork(group, request, fork_index=index)
         return tokens, stopped
 
-    def _take_marker(
-        self, group: JoiningGroup[Request], thread: Request, block: OpenBlock | bool
-    ) -> bool:
+    def _take_marker(self, group: JoiningGroup[Request], thread: Request, block: Any) -> bool:
         """Open a block, or end a child; return whether the thread has stopped."""
         self.held.release(group.root_id)
-        if isinstance(block, OpenBlock):
-            if not group.exhausted and not group.closed:
-                self.joins.open(group, thread, block)
+        if block is not True and (group.exhausted or group.closed):
+            return False
+        if block is not True and not self._joins(group).open(group, thread, block):
             return False
         thread.status = RequestStatus.FINISHED_STOPPED
         return True
+
+    def _joins(self, group: JoiningGroup[Request]) -> Joins:
+        return self.lists if isinstance(group, ListGroup) else self.joins
 
     def _fork(self, group: ThreadGroup[Request], parent: Request, *, fork_index: int) -> None:
         """Open a thread at a fork token, or refuse to; `fork_index` is the token's position."""
@@ -427,9 +432,12 @@ class ForkMixin(Scheduler):
         # Its request was queued long before.
         thread.events.clear()
 
-    def cancel(self, thread_ids: set[str]) -> None:
+    def cancel(self, group: ThreadGroup[Request], thread_ids: set[str], client_index: int) -> None:
         """End the engine requests of threads that are no part of the answer."""
         super().finish_requests(thread_ids, RequestStatus.FINISHED_ABORTED)
+        if group.is_over and self.threads.group_of_root(group.root_id) is not None:
+            self.threads.drop_if_ended(group)
+            self._leave_if_ended(group.root_id, client_index)
 
     def end_waiting(
         self, group: ThreadGroup[Request], thread: Request, reason: FinishReason
@@ -517,7 +525,7 @@ class ForkMixin(Scheduler):
         self.admission.closed(group)
         ended = deferred
         if isinstance(group, JoiningGroup):
-            ended += self.joins.close(group)
+            ended += self._joins(group).close(group)
         for thread in ended:
             self.held.join(thread.request_id, group.root_id)
         self.threads.drop_if_ended(group)
@@ -548,9 +556,10 @@ class ForkMixin(Scheduler):
         group = self.threads.group(request.request_id)
         pauses = False
         if isinstance(group, JoiningGroup):
-            pauses = self.joins.pauses(group, request)
+            joins = self._joins(group)
+            pauses = joins.pauses(group, request)
             if not pauses:
-                self.joins.ended(group, request)
+                joins.ended(group, request)
         if group is not None and group.continues_without(request.request_id):
             self.block_sharing.count_released_early(request.request_id)
         freed = super()._free_request(request, delay_free_blocks)

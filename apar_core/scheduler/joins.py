@@ -12,9 +12,6 @@ For formats whose parent waits (`formats/blocks.py`). Life of a block:
    the parent and the context with the joined text as its prompt. It takes the place of the child
    that ended last, so no limit on threads delays it.
 
-In lists (`formats/lists.py`), a child may show that its list has ended. `settle` then cancels the
-threads of later items, which frees their blocks in the same step, and gives back their tokens.
-
 A child that a limit keeps from starting has an empty text. A waiting parent is no live thread; its
 request is alive as long as it waits.
 """
@@ -22,11 +19,11 @@ request is alive as long as it waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import OpenBlock
+from apar_core.formats.blocks import BlockRules, OpenBlock
 from apar_core.formats.rules import JoinRules, block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.block_journal import ended_texts, rebuilt_threads
@@ -38,7 +35,7 @@ from apar_core.scheduler.thread_requests import (
     resumed_thread,
 )
 from apar_core.scheduler.thread_table import JoiningGroup, TextPlace, ThreadTable, WaitingParent
-from apar_core.tree.thread_names import child_request_id, thread_request_id
+from apar_core.tree.thread_names import thread_request_id
 from apar_core.vllm_names import FinishReason, Request, RequestStatus, SchedulerOutput
 
 Group = JoiningGroup[Request]
@@ -63,9 +60,6 @@ class JoiningScheduler(Protocol):
     def start_continuation(self, group: Group, thread: Request) -> None:
         """Start the engine request in which a thread continues after its children's texts."""
 
-    def cancel(self, thread_ids: set[str]) -> None:
-        """End the engine requests of threads that are no part of the answer."""
-
     def end_waiting(self, group: Group, thread: Request, reason: FinishReason) -> None:
         """End a thread that does not continue after its children's texts."""
 
@@ -84,10 +78,6 @@ class Joins:
         self._ready: list[tuple[Group, Waiting]] = []
         # Paused parents that are part of steps whose output has not arrived.
         self._in_flight: dict[str, Waiting] = {}
-        # Threads that have ended their lists, and the first thread of those being cancelled.
-        self._cancelled: list[tuple[Group, str]] = []
-        self._cancelling: str | None = None
-        self.num_cancelled_threads = self.num_discarded_tokens = 0
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -103,42 +93,49 @@ class Joins:
         """Add the root thread of a new request."""
         group.prompt = root.prompt_token_ids or ()
         num_tokens = root.num_prompt_tokens
-        reader = group.rules.root_reader(group.prompt)
-        group.places[root.request_id] = TextPlace(num_tokens, num_tokens, reader)
+        group.places[root.request_id] = TextPlace(num_tokens, num_tokens)
 
     def until_marker(
         self, group: Group, thread: Request, token_ids: list[int]
-    ) -> tuple[list[int], OpenBlock | bool]:
+    ) -> tuple[list[int], Any]:
         """Return new tokens up to the one that opens a block or ends a child, if there is one.
 
         The second value is the block that the last of them opens, or whether it ends the thread.
         """
-        marker_ids, place = group.rules.marker_ids, group.places[thread.request_id]
+        rules = _rules(group)
+        is_child = thread.request_id != group.root_id
         for index, token_id in enumerate(token_ids):
-            if token_id not in marker_ids:
+            if token_id not in rules.marker_ids:
                 continue
             taken = token_ids[: index + 1]
-            mark = place.reader.read(token_id, partial(_generated, thread, place, taken))
-            if mark:
-                return taken, mark
+            if is_child and rules.ends_child(token_id):
+                return taken, True
+            if is_child and not rules.nests:
+                continue
+            start = group.places[thread.request_id].segment_start
+            block = rules.open([*thread.all_token_ids[start:], *taken], lambda: group.prompt)
+            if block is not None:
+                return taken, block
         return token_ids, False
 
-    def open(self, group: Group, parent: Request, block: OpenBlock) -> None:
-        """Build a block's children; the parent pauses at the end of the step."""
+    def open(self, group: Group, parent: Request, block: OpenBlock) -> bool:
+        """Build a block's children; the parent pauses at the end of the step.
+
+        Returns whether it ends instead: never, in formats with a trigger.
+        """
         scheduler = self._scheduler
         place = group.places[parent.request_id]
         waiting: Waiting = WaitingParent(parent, block, [])
-        readers = group.rules.child_readers(block, group.prompt)
-        for child, reader in zip(block.children, readers, strict=True):
+        num_inherited = 0
+        if block.num_inherited is not None:
+            num_inherited = place.segment_start + block.num_inherited
+        for child in block.children:
             child_id, ordinal = group.next_child(parent.request_id)
             waiting.child_ids.append(child_id)
-            num_inherited = block.num_inherited_by(child, place.segment_start)
             num_tokens = num_inherited + len(child.seed)
             if num_tokens >= scheduler.max_model_len or not group.may_fork():
                 scheduler.refuse(group, parent.client_index, child_id)
-                waiting.texts[child_id] = reader.ends((), itself=False)
-                if reader.ends_list:
-                    self._cancelled.append((group, child_id))
+                waiting.texts[child_id] = ()
                 continue
             request = build_thread_request(
                 parent,
@@ -149,13 +146,11 @@ class Joins:
                 max_tokens=group.remaining_tokens,
             )
             group.num_forks += 1
-            group.places[child_id] = TextPlace(num_tokens, num_tokens, reader)
+            group.places[child_id] = TextPlace(num_tokens, num_tokens)
             scheduler.block_sharing.share(parent, request, num_inherited)
-            if group.rules.is_ahead_of(reader):
-                group.ahead[child_id] = request
-            else:
-                scheduler.admission.wait(group, request)
+            scheduler.admission.wait(group, request)
         self._pausing.append((group, waiting))
+        return False
 
     def pauses(self, group: Group, request: Request) -> bool:
         """Return whether an engine request ends because its thread waits."""
@@ -164,36 +159,22 @@ class Joins:
 
     def ended(self, group: Group, request: Request) -> None:
         """Take the text of a child, right before its blocks are freed."""
-        thread_id = request.request_id
-        if group.closed or self._is_cancelled(thread_id):
+        if group.closed:
             return
-        place = group.places[thread_id]
-        own = list(request.all_token_ids[place.own_start :])
+        own = list(request.all_token_ids[group.places[request.request_id].own_start :])
         stopped = request.status == RequestStatus.FINISHED_STOPPED
-        itself = group.parameters.ended_itself(own, stopped=stopped)
-        if itself:
+        if group.parameters.ended_itself(own, stopped=stopped):
             del own[-1]
-        text = place.reader.ends(own, itself=itself)
-        if group.rules.cancels:
-            num_text = place.reader.num_text(len(own))
-            group.num_own[thread_id] = num_text
-            self._discard(group, len(own) - num_text)
-            if place.reader.ends_list:
-                self._cancelled.append((group, thread_id))
-            for child_id, child in list(group.ahead.items()):
-                if not group.rules.is_ahead_of(group.places[child_id].reader):
-                    del group.ahead[child_id]
-                    self._scheduler.admission.wait(group, child)
-        self._take_text(group, thread_id, text, request)
+        self._take_text(group, request.request_id, own, request)
 
     def _take_text(
-        self, group: Group, child_id: str, text: Sequence[int] | None, request: Request | None
+        self, group: Group, child_id: str, text: Sequence[int], request: Request | None
     ) -> None:
         waiting = group.waiting.get(child_id.rpartition("~")[0])
         if waiting is None:
             return
-        waiting.texts[child_id] = None if text is None else tuple(text)
-        if text is not None and request is not None and child_id == waiting.child_ids[0]:
+        waiting.texts[child_id] = tuple(text)
+        if request is not None and child_id == waiting.child_ids[0]:
             self._hold_first_child(group, waiting, request)
         if waiting.is_complete:
             self._is_ready(group, waiting)
@@ -204,14 +185,14 @@ class Joins:
 
     def _hold_first_child(self, group: Group, waiting: Waiting, child: Request) -> None:
         """Hold the first child's blocks if it begins with more of the joined text."""
-        rules, block = group.rules, waiting.block
+        rules, block = _rules(group), waiting.block
         if not rules.shows_children or block.num_inherited is None:
             return
         num_context = waiting.request.num_tokens
-        joined = (*block.children[0].header, *(waiting.texts[child.request_id] or ()))
+        joined = (*block.children[0].header, *waiting.texts[child.request_id])
         # Only a child that inherits its parent's last token begins with the whole context.
-        place = group.places[waiting.request.request_id]
-        if block.num_inherited_by(block.children[0], place.segment_start) != num_context:
+        inherited = group.places[waiting.request.request_id].segment_start + block.num_inherited
+        if inherited != num_context:
             return
         num_same = 0
         for mine, its in zip(joined, child.all_token_ids[num_context:], strict=False):
@@ -236,19 +217,12 @@ class Joins:
         for group, waiting in pausing:
             if not group.closed:
                 self._pause(group, waiting)
-        while self._cancelled:
-            group, thread_id = self._cancelled.pop()
-            if not group.closed:
-                self._cancel_next(group, thread_id)
         later: list[tuple[Group, Waiting]] = []
         while self._ready:
             group, waiting = self._ready.pop(0)
-            parent_id = waiting.request.request_id
             if group.closed:
                 continue
-            if group.waiting.get(parent_id) is not waiting:
-                group.num_joining -= 1  # Cancelled.
-                continue
+            parent_id = waiting.request.request_id
             # vLLM drops the outputs of steps in flight by id, so the id may not come back before.
             # A KV connector may also keep the request for a while.
             if waiting.in_flight_tokens > 0 or parent_id in self._scheduler.requests:
@@ -265,26 +239,28 @@ class Joins:
         waiting.in_flight_tokens = parent.num_in_flight_tokens
         if waiting.in_flight_tokens > 0:
             self._in_flight[parent.request_id] = waiting
-        if parent.request_id == group.root_id or not group.rules.cancels:
-            generated = parent.all_token_ids[place.segment_start :]
-            waiting.num_held = self._scheduler.block_sharing.hold(
-                parent.request_id, parent, place.segment_start + group.rules.num_kept(generated)
-            )
+        waiting.num_held = self._scheduler.block_sharing.hold(
+            parent.request_id, parent, self._num_kept(group, place, parent)
+        )
         group.waiting[parent.request_id] = waiting
         self._scheduler.pause_thread(parent)
         if waiting.is_complete:
             self._is_ready(group, waiting)
+
+    def _num_kept(self, group: Group, place: TextPlace, parent: Request) -> int:
+        """Return how many tokens of a parent's sequence stay before the joined text."""
+        generated = parent.all_token_ids[place.segment_start :]
+        return place.segment_start + _rules(group).num_kept(generated)
 
     def _continue(self, group: Group, waiting: Waiting) -> None:
         """Start a thread's continuation, or end it where nothing follows the joined text."""
         scheduler, parent = self._scheduler, waiting.request
         thread_id = parent.request_id
         place = group.places[thread_id]
-        joined = group.rules.joined(
+        joined = _rules(group).joined(
             waiting.block,
             parent.all_token_ids[place.segment_start :],
             [waiting.texts[child_id] for child_id in waiting.child_ids],
-            is_root=thread_id == group.root_id,
         )
         num_kept = place.segment_start + joined.num_kept
         sequence = [*parent.all_token_ids[:num_kept], *joined.token_ids]
@@ -292,8 +268,6 @@ class Joins:
         if not joined.continues or len(sequence) >= scheduler.max_model_len:
             reason = FinishReason.LENGTH if joined.continues else FinishReason.STOP
             own = sequence[place.own_start :]
-            if group.rules.cancels:
-                group.num_own[thread_id] = place.num_generated
             scheduler.end_waiting(group, parent, reason)
             self._take_text(group, thread_id, own, None)
             return
@@ -308,93 +282,33 @@ class Joins:
         scheduler.block_sharing.continues(thread_id, len(sequence))
         scheduler.start_continuation(group, continuation)
 
-    def _cancel_next(self, group: Group, thread_id: str) -> None:
-        """Cancel the sibling after a thread that has ended its list, and all threads below it."""
-        scheduler = self._scheduler
-        parent_id, _, ordinal = thread_id.rpartition("~")
-        first = child_request_id(parent_id, int(ordinal) + 1)
-        waiting = group.waiting.get(parent_id)
-        if waiting is None or first not in waiting.child_ids:
-            return
-
-        def is_below(other_id: str) -> bool:
-            return other_id == first or other_id.startswith(f"{first}~")
-
-        self._cancelling = first
-        queued = [child for child in group.deferred if is_below(child.request_id)]
-        queued += [child for child_id, child in group.ahead.items() if is_below(child_id)]
-        for child in queued:
-            if child.request_id in group.ahead:
-                del group.ahead[child.request_id]
-            else:
-                group.deferred.remove(child)
-            scheduler.block_sharing.forget(child.request_id)
-            group.places.pop(child.request_id, None)
-        parents = [each for other_id, each in group.waiting.items() if is_below(other_id)]
-        live = {other_id for other_id in group.live if is_below(other_id)}
-        num_tokens = sum(each.request.num_output_tokens for each in parents)
-        num_tokens += sum(scheduler.requests[each].num_output_tokens for each in live)
-        for each in parents:
-            self._in_flight.pop(each.request.request_id, None)
-            scheduler.block_sharing.forget(each.request.request_id)
-            scheduler.threads.end_thread(each.request.request_id)
-        # Before its last threads end: the parent may be what keeps the request alive.
-        if first not in waiting.texts or waiting.texts[first] is not None:
-            was_complete = waiting.is_complete
-            waiting.texts[first] = None
-            if waiting.is_complete and not was_complete:
-                self._is_ready(group, waiting)
-        scheduler.cancel(live)
-        self._cancelling = None
-        ended = [other_id for other_id in group.num_own if is_below(other_id)]
-        num_tokens += sum(group.num_own.pop(other_id) for other_id in ended)
-        self._discard(group, num_tokens)
-        self.num_cancelled_threads += len(live) + len(parents) + len(ended)
-
-    def _discard(self, group: Group, num_tokens: int) -> None:
-        """Give back tokens that are no part of the answer."""
-        group.used_tokens -= num_tokens
-        self.num_discarded_tokens += num_tokens
-
-    def _is_cancelled(self, thread_id: str) -> bool:
-        first = self._cancelling
-        return first is not None and (thread_id == first or thread_id.startswith(f"{first}~"))
-
     def close(self, group: Group) -> list[Request]:
-        """Forget the waiting parents of a request that ends, and what is ahead; return them."""
+        """Forget the waiting parents of a request that ends; return them."""
         parents = [waiting.request for waiting in group.waiting.values()]
-        ahead = list(group.ahead.values())
-        group.ahead.clear()
-        for child in ahead:
-            self._scheduler.block_sharing.forget(child.request_id)
         for parent in parents:
             self._in_flight.pop(parent.request_id, None)
             self._scheduler.block_sharing.forget(parent.request_id)
             self._scheduler.threads.end_thread(parent.request_id)
-        return parents + ahead
+        return parents
 
     def resume(self, group: Group, request: Request, journal: Journal) -> list[Request]:
         """Return the unfinished threads of a journal that run, and note those that wait.
 
         Threads that have generated tokens come first, then by path.
         """
-        rules = group.rules
+        rules = _rules(group)
         group.prompt = request.prompt_token_ids or ()
         threads = rebuilt_threads(journal, group.prompt, rules, group.parameters)
         running: list[tuple[bool, Request]] = []
         for path, thread in threads.items():
             delta = thread.delta
-            group.used_tokens += thread.num_text(group.parameters)
+            group.count_text(delta.token_ids, stopped=delta.finish_reason == FinishReason.STOP)
             group.num_forks += bool(path) and not delta.was_refused
-            thread_id = thread_request_id(group.root_id, path)
             if delta.finish_reason is not None:
-                if rules.cancels:
-                    group.num_own[thread_id] = thread.num_text(group.parameters)
                 continue
+            thread_id = thread_request_id(group.root_id, path)
             group.num_children[thread_id] = thread.num_children
-            group.places[thread_id] = TextPlace(
-                thread.own_start, thread.segment_start, thread.reader
-            )
+            group.places[thread_id] = TextPlace(thread.own_start, thread.segment_start)
         for path, thread in threads.items():
             if thread.delta.finish_reason is not None:
                 continue
@@ -411,8 +325,7 @@ class Joins:
             group.waiting[thread_id] = waiting
             self._scheduler.threads.wait_thread(group, thread_id)
             for child_path, child_id in zip(thread.child_paths, waiting.child_ids, strict=True):
-                child = threads.get(child_path)
-                if child is None or child.delta.finish_reason is not None:
+                if threads[child_path].delta.finish_reason is not None:
                     (waiting.texts[child_id],) = ended_texts(
                         [child_path], threads, rules, group.parameters
                     )
@@ -421,6 +334,6 @@ class Joins:
         return [thread for _, thread in sorted(running, key=lambda each: each[0])]
 
 
-def _generated(thread: Request, place: TextPlace, new: list[int]) -> list[int]:
-    """Return what a thread has generated since its last join, with new tokens."""
-    return [*thread.all_token_ids[place.segment_start :], *new]
+def _rules(group: Group) -> BlockRules:
+    assert isinstance(group.rules, BlockRules)
+    return group.rules

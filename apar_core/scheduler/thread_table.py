@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import OpenBlock, ThreadReader
+from apar_core.formats.blocks import BlockRules, OpenBlock
+from apar_core.formats.lists import ListReader, ListRules
 from apar_core.formats.rules import JoinRules
 from apar_core.tree.thread_names import child_request_id
 
@@ -31,12 +32,10 @@ class TextPlace:
 
     own_start: tokens before its own text. segment_start: tokens before what it has generated since
         its last join. num_generated: tokens that it has generated before that join.
-    reader: reads what it generates.
     """
 
     own_start: int
     segment_start: int
-    reader: ThreadReader
     num_generated: int = 0
 
     @property
@@ -50,8 +49,7 @@ class WaitingParent(Generic[Child]):
     """A thread that waits until its children have ended.
 
     request: its last engine request, which has ended.
-    child_ids: engine request ids of its children.
-    texts: what those that have ended have written; None for one that is not part of the text.
+    child_ids: engine request ids of its children. texts: what those that have ended have written.
     num_held: tokens whose KV blocks are kept for it.
     in_flight_tokens: tokens of its request in steps whose output has not arrived.
     """
@@ -59,7 +57,7 @@ class WaitingParent(Generic[Child]):
     request: Child
     block: OpenBlock
     child_ids: list[str]
-    texts: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
+    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_held: int = 0
     in_flight_tokens: int = 0
 
@@ -205,17 +203,13 @@ class JoiningGroup(ThreadGroup[Child]):
     rules: those of the format.
     prompt: the client's prompt.
     places: of each thread that has not ended.
-    num_own: tokens of threads that have ended, in formats that cancel threads.
-    ahead: children that begin when the list is known to go on, by their engine request ids.
     waiting: the threads that wait.
     num_joining: parents whose children have all ended, and which continue at the end of the step.
     """
 
-    rules: JoinRules
+    rules: BlockRules | ListRules
     prompt: Sequence[int] = ()
     places: dict[str, TextPlace] = field(default_factory=dict)
-    num_own: dict[str, int] = field(default_factory=dict)
-    ahead: dict[str, Child] = field(default_factory=dict)
     waiting: dict[str, WaitingParent[Child]] = field(default_factory=dict)
     num_joining: int = 0
 
@@ -242,6 +236,35 @@ class JoiningGroup(ThreadGroup[Child]):
         super().forget(thread_id)
         self.places.pop(thread_id, None)
         self.waiting.pop(thread_id, None)
+
+
+@dataclass(eq=False, kw_only=True)
+class ListGroup(JoiningGroup[Child]):
+    """All threads of a request whose lists are written in parallel; only its root thread waits.
+
+    readers: of each thread that has not ended.
+    heads: threads that write the heads of a list's items, by the item's number.
+    num_kept: tokens of the root since its last join that stay before the next.
+    num_text: text tokens of each thread that has ended.
+    ahead: heads that begin when the root has come closer, by their engine request ids.
+    """
+
+    rules: ListRules
+    readers: dict[str, ListReader] = field(default_factory=dict)
+    heads: dict[int, str] = field(default_factory=dict)
+    num_kept: int = 0
+    num_text: dict[str, int] = field(default_factory=dict)
+    ahead: dict[str, Child] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thread is live, deferred, waiting or ahead."""
+        return super().is_over and not self.ahead
+
+    def forget(self, thread_id: str) -> None:
+        """Remove a thread that has ended."""
+        super().forget(thread_id)
+        self.readers.pop(thread_id, None)
 
 
 class ThreadTable(Generic[Child]):
@@ -274,6 +297,8 @@ class ThreadTable(Generic[Child]):
         group: ThreadGroup[Child]
         if rules is None:
             group = ThreadGroup(root_id, parameters, token_budget, arrival)
+        elif isinstance(rules, ListRules):
+            group = ListGroup(root_id, parameters, token_budget, arrival, rules=rules)
         else:
             group = JoiningGroup(root_id, parameters, token_budget, arrival, rules=rules)
         self._group_of_root[root_id] = group

@@ -51,7 +51,6 @@ def block_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeS
         joins=sum(len(record.suffixes) for record in records),
         forced_tokens=num_forced,
         recomputed_tokens=schedule.recomputed_tokens,
-        discarded_tokens=tree.discarded_tokens,
     )
 
 
@@ -104,8 +103,7 @@ class _Schedule(Generic[Item]):
             for ordinal in range(block.first_child, block.first_child + block.num_children):
                 name = record.children[ordinal]
                 child = self._tree.threads[name]
-                num_read = num_before + text - child.num_skipped + child.num_seed
-                ended = self.run(name, step, num_read, child.num_seed)
+                ended = self.run(name, step, num_before + text + child.num_seed, child.num_seed)
                 end_step = max(end_step, ended.end_step)
                 joined += child.num_header + ended.text_tokens + child.num_closing
                 if ordinal == block.first_child:

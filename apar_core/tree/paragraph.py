@@ -7,7 +7,7 @@ its log-probabilities. Control tokens are not items; the thread records count th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -60,9 +60,8 @@ class ThreadRecord(Generic[Item]):
     ended: whether a finished thread ended itself with its end-of-thread token.
     discarded: whether what it wrote was removed from the text.
     num_forced: items that were not generated: those of the format around the texts of children.
-    num_seed, num_skipped: of a child for which its parent waits, the tokens forced at its start,
-        and those on its parent's path that it does not read.
-    num_header, num_closing: the items before and after its text. is_closed: whether its text ends
+    num_seed, num_header, num_closing: of a child for which its parent waits, the tokens forced
+        at its start, and the items before and after its text. is_closed: whether its text ends
         with a marker of its format.
     blocks: what the thread has waited for. suffixes: how many items of the format's own it has
         continued after, for each join.
@@ -79,7 +78,6 @@ class ThreadRecord(Generic[Item]):
     discarded: bool = False
     num_forced: int = 0
     num_seed: int = 0
-    num_skipped: int = 0
     num_header: int = 0
     num_closing: int = 0
     is_closed: bool = False
@@ -145,34 +143,29 @@ class ParagraphTree(Generic[Item]):
         children: Sequence[ThreadId],
         seeds: Sequence[int],
         headers: Sequence[Sequence[Item]],
-        skipped: Sequence[int],
     ) -> None:
         """Let a thread wait for children, given the sizes of their seeds and their headers.
 
-        `skipped` counts the tokens on the thread's path that each child does not read.
         The paragraphs between the children are empty. The parent's next items come after them.
         """
         record = self._live_record(parent, "open a block of")
         record.blocks.append(
             ThreadBlock(len(record.children), len(children), record.num_generated_items)
         )
-        for child, num_seed, header, num_skipped in zip(
-            children, seeds, headers, skipped, strict=True
-        ):
+        for child, num_seed, header in zip(children, seeds, headers, strict=True):
             self.fork(parent, child, lead=header)
             self._threads[child].num_seed = num_seed
-            self._threads[child].num_skipped = num_skipped
             self._threads[child].num_header = len(header)
 
     def close_child(self, child: ThreadId, items: Sequence[Item], *, is_closed: bool) -> None:
         """Add the items after the text of a child for which its parent waits."""
-        self._force(child, items)
+        self.force(child, items)
         self._threads[child].num_closing = len(items)
         self._threads[child].is_closed = is_closed
 
     def join(self, parent: ThreadId, items: Sequence[Item]) -> None:
         """Let a parent continue after its children and these items."""
-        self._force(parent, items)
+        self.force(parent, items)
         self._threads[parent].suffixes.append(len(items))
 
     def fork(self, parent: ThreadId, child: ThreadId, lead: Sequence[Item] = ()) -> None:
@@ -213,30 +206,31 @@ class ParagraphTree(Generic[Item]):
         record.ended = ended
         self._num_live -= 1
 
-    def discard(self, thread: ThreadId) -> list[ThreadId]:
-        """Remove the text of a thread and of all threads below it; return those that had none yet.
+    def discard(self, thread: ThreadId) -> dict[ThreadId, bool]:
+        """Remove the text of a thread and of all threads below it, which end where they are.
 
-        They end where they are. Threads and paragraphs remain, empty.
+        Threads and paragraphs remain, empty. Returns whether each was live, of those that had text.
         """
         names = [thread]
         for name in names:
             names += self._threads[name].children
         first_nodes = self._first_nodes()
-        new = [name for name in names if not self._threads[name].discarded]
-        for name in new:
+        found: dict[ThreadId, bool] = {}
+        for name in names:
             record = self._threads[name]
+            if record.discarded:
+                continue
+            found[name] = not record.finished
             self.discarded_tokens += record.num_generated_items
             node: ParagraphNode[Item] | None = first_nodes[name]
             while node is not None:
                 node.items, node.lead, node.closed, node.held = [], (), True, False
                 node = node.next_sibling
-            if not record.finished:
-                self._num_live -= 1
+            self._num_live -= found[name]
             record.finished = record.discarded = True
             record.ended = False
-            record.num_items = record.num_forced = record.num_header = record.num_closing = 0
-            record.blocks = [replace(block, num_generated=0) for block in record.blocks]
-        return new
+            record.num_items = record.num_forced = record.num_header = 0
+        return found
 
     def _first_nodes(self) -> dict[ThreadId, ParagraphNode[Item]]:
         """Return the first paragraph of every thread."""
@@ -250,7 +244,8 @@ class ParagraphTree(Generic[Item]):
                 node = node.next_sibling
         return nodes
 
-    def _force(self, thread: ThreadId, items: Sequence[Item]) -> None:
+    def force(self, thread: ThreadId, items: Sequence[Item]) -> None:
+        """Add items to a thread that it has not generated."""
         self.append(thread, items)
         self._threads[thread].num_forced += len(items)
 

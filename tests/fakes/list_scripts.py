@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from hypothesis import strategies as st
 
 from tests.fakes.block_scripts import END, tokens
 
 FIRST_DETAIL = "the very first detail of them all"
-Ending = Literal["item", "end", "line"]
 
 
 @dataclass(frozen=True)
@@ -55,55 +53,55 @@ def list_cases(draw: st.DrawFn, prompt: list[int]) -> ListCase:
     """Draw a list in any style, with items of any length after its end."""
     style = STYLES[draw(st.sampled_from(sorted(STYLES)))]
     letters = st.text("abcdefgh ", max_size=12).map(lambda text: f"x{text}x")
-    first_number = draw(st.sampled_from([1, 1, 4]))
-
-    def detail(words: str) -> str:
-        return style.detail.format(words=words)
-
+    first_number = draw(st.sampled_from([1, 1, 4])) + 1
     opening = draw(letters) + "\n\n"
-    first = opening + style.item(first_number, draw(letters)) + detail(FIRST_DETAIL)
-    first += style.separator
-    root = first + style.item(first_number + 1, draw(letters))
+    first = opening + style.item(first_number - 1, draw(letters))
+    first += style.detail.format(words=FIRST_DETAIL) + style.separator
+    root = first + style.item(first_number, draw(letters))
     case = ListCase({}, root)
     case.contexts["", 0] = prompt
-    path, heads, before = "", "", [*prompt, *tokens(root)]
-    ended: Ending | None = None
-    own_context = before
-    num_items = draw(st.integers(1, 6))
-    for index in range(num_items):
-        number = first_number + 1 + index
-        ending: Ending = draw(st.sampled_from(["item", "item", "item", "end", "line"]))
-        words = detail(draw(letters)) + draw(st.sampled_from(["", "\n   - nested", "\n   1. a: b"]))
-        marker = style.marker.format(number=draw(st.integers(1, 99)))
-        after = {"item": f"{style.separator}{marker} ", "end": "", "line": "\n\no"}[ending]
-        name = f"{path}0"
-        case.script[name] = tokens(words + after) + ([END] if ending == "end" else [])
-        case.contexts[name, 0] = own_context
-        if ended is None:
+    generated = tokens(root)
+    # Items after the second one that have a head; how many of them the root begins, and whether
+    # it then begins one more, whose head fails.
+    num_heads = draw(st.integers(0, 5))
+    num_begun = draw(st.integers(0, num_heads))
+    begins_failed = num_begun == num_heads and draw(st.booleans())
+    path, heads, detail_context = "", "", [*prompt, *generated]
+    for index in range(num_heads + 1):
+        number = first_number + index
+        marker = style.marker.format(number=number + 1)
+        words = style.detail.format(words=draw(letters))
+        words += draw(st.sampled_from(["", "\n   - nested", "\n   1. a: b"]))
+        any_marker = style.marker.format(number=draw(st.integers(1, 99)))
+        after = draw(st.sampled_from([f"{style.separator}{any_marker} ", "", "\n\no"]))
+        case.script[f"{path}0"] = tokens(words + after, ends=not after)
+        case.contexts[f"{path}0", 0] = detail_context
+        case.contexts[f"{path}1", 0] = [
+            *prompt, *tokens(root + heads + style.separator + marker)
+        ]  # fmt: skip
+        is_text = index <= num_begun
+        if is_text:
             case.text += words
-        # The head of the next item.
-        next_marker = style.marker.format(number=number + 1)
-        head_name = f"{path}1"
-        head_context = [*before, *tokens(heads + style.separator + next_marker)]
-        case.contexts[head_name, 0] = head_context
-        is_last = index == num_items - 1
-        if is_last:
-            # A head that ends the answer, or that never ends.
-            case.script[head_name] = [*tokens(" z"), END] if draw(st.booleans()) else [END]
-        else:
+            case.contexts["", len(generated)] = [*prompt, *tokens(case.text)]
+        if index < num_heads:
             head = style.head.format(word=draw(letters))
-            case.script[head_name] = tokens(head)
-            own_context = [*prompt, *tokens(first + next_marker + head)]
-            heads += style.separator + next_marker + head
-        if ended is None and ending != "item":
-            ended = ending
-        elif ended is None:
-            case.text += style.separator + ("" if is_last else next_marker + head)
+            case.script[f"{path}1"] = tokens(head)
+            detail_context = [*prompt, *tokens(first + marker + head)]
+            heads += style.separator + marker + head
+        else:
+            case.script[f"{path}1"] = tokens(draw(st.sampled_from(["", " z"])), ends=True)
+        if is_text and index < num_begun:
+            generated += tokens(f"{style.separator}{any_marker} ")
+            case.text += style.separator + marker + head
         path += "1."
-    case.script[""] = tokens(root)
-    if ended != "end":
-        rest = draw(st.text("abcdefgh ", max_size=8))
-        case.contexts["", len(tokens(root))] = [*prompt, *tokens(case.text)]
-        case.script[""] += [*tokens(rest), END]
-        case.text += rest
+    if begins_failed:
+        probe = f"{style.separator}{style.marker.format(number=7)} "
+        generated += tokens(probe)
+        case.text += probe
+        case.contexts["", len(generated)] = [*prompt, *tokens(case.text)]
+    rest = draw(st.text("abcdefgh ", max_size=8))
+    if not begins_failed and rest:
+        rest = draw(st.sampled_from(["\n", "\n\n", " ", ""])) + "y" + rest
+    case.script[""] = [*generated, *tokens(rest), END]
+    case.text += rest
     return case

@@ -238,7 +238,9 @@ class ScriptedEngine:
         assert not scheduler.threads._group_of_thread
         joins = scheduler.joins
         assert (joins._pausing, joins._ready, joins._in_flight) == ([], [], {})
-        assert (joins._cancelled, joins._cancelling) == ([], None)
+        lists = scheduler.lists
+        assert (lists._pausing, lists._ready, lists._in_flight) == ([], [], {})
+        assert (lists._ended, lists._cancelling) == ([], None)
         gate = scheduler.gate
         assert (gate._inside, gate._outside, gate._held) == (set(), set(), [])
         queue = scheduler.admission.queue
@@ -360,8 +362,9 @@ class ScriptedEngine:
                 assert root.request_id not in self.finish_reasons
                 self.finish_reasons[root.request_id] = reason
                 # As in the output processor, which forgets the request with all its threads.
-                if reason in ("error", "abort") or not root.tree.finished:
+                if reason in ("error", "abort") or isinstance(root, ListThreads):
                     self._forgotten.add(root.request_id)
+                if not root.tree.finished:
                     self._to_abort.add(root.request_id)
 
 

@@ -6,18 +6,18 @@ import pytest
 
 from apar_core.formats.parallel_format import ListItems, ParallelFormat
 from apar_core.formats.shipped_formats import LISTS
-from tests.fakes.block_scripts import Script, block_parameters, tokens
+from tests.fakes.block_scripts import TOKENIZER, Script, block_parameters, tokens
 from tests.fakes.scripted_engine import EngineShape, ScriptedEngine
 
 PROMPT = tokens("Question")
 SHAPE = EngineShape(max_model_len=1000, num_blocks=600)
 FIRST = "Sure:\n\n1. Alpha: the first detail here.\n"
 SCRIPT = {
-    # Root, then what it writes after the list.
-    "": tokens(f"{FIRST}2. Beta:") + tokens("\nThat is all.", ends=True),
+    # The root, its probes after the items, and what it writes after the list.
+    "": tokens(f"{FIRST}2. Beta:") + tokens("\n3. \n4. \nThat is all.", ends=True),
     "0": tokens(" second detail.\n3. "),
     "1": tokens(" Gamma:"),
-    "1.0": tokens(" third detail.\n4. "),
+    "1.0": tokens(" third detail.", ends=True),
     "1.1": tokens(" Delta:"),
     "1.1.0": tokens(" fourth detail.\n\nThat i"),
     "1.1.1": tokens(" Epsilon:"),
@@ -27,6 +27,8 @@ SCRIPT = {
     "1.1.1.1.1": tokens(" Eta:"),
     "1.1.1.1.1.0": tokens(" too far."),
     "1.1.1.1.1.1": tokens(" Theta:"),
+    "1.1.1.1.1.1.0": tokens(" too far."),
+    "1.1.1.1.1.1.1": tokens(" Iota", ends=True),
 }
 TEXT = (
     f"{FIRST}2. Beta: second detail.\n3. Gamma: third detail.\n4. Delta: fourth detail."
@@ -58,7 +60,6 @@ def test_details_are_written_in_parallel(model_dir: Path, ahead: int, run_ahead:
     engine = run(model_dir, SCRIPT, shape, ahead=ahead)
 
     assert engine.threads["a"].tree.finished
-    from tests.fakes.block_scripts import TOKENIZER
 
     assert TOKENIZER.decode(engine.texts["a"]) == TEXT
     assert engine.finish_reasons["a"] == "stop"

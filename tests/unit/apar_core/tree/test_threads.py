@@ -59,7 +59,7 @@ def test_a_thread_that_waited_generated_neither_headers_nor_joined_texts() -> No
     for first, suffix in ((1, [70, 71]), (2, [80])):
         names = [ThreadId(f"{first}a"), ThreadId(f"{first}b")]
         tree.append(ROOT_THREAD, [first])
-        tree.open_block(ROOT_THREAD, names, [1, 1], [[90], [91]], [0, 0])
+        tree.open_block(ROOT_THREAD, names, [1, 1], [[90], [91]])
         for name in names:
             tree.append(name, [10 * first])
             tree.close_child(name, [99] if name.endswith("b") else [], is_closed=True)

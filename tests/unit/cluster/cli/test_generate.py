@@ -219,7 +219,7 @@ def test_a_thread_that_waits_has_steps_before_and_behind_its_children() -> None:
     tree: ParagraphTree[str] = ParagraphTree()
     first, second = ThreadId("first"), ThreadId("second")
     tree.append(ROOT_THREAD, ["Two:"])
-    tree.open_block(ROOT_THREAD, [first, second], [1, 1], [["1"], ["2"]], [0, 0])
+    tree.open_block(ROOT_THREAD, [first, second], [1, 1], [["1"], ["2"]])
     tree.append(first, ["Tune", ">"])
     tree.append(second, ["Play", "it", "all"])
     tree.close_child(first, [], is_closed=True)

@@ -1,0 +1,311 @@
+"""Lists that are written in parallel: what `formats/lists.py` says, done by the scheduler.
+
+Life of a list:
+
+1. `until_marker` reads every sampled token. At the end of a head, `open` builds the threads of the
+   item's detail and of the next head. The root thread then waits for the item; a head thread ends.
+2. Heads that are far ahead of the root wait (`ListItems.ahead`).
+3. When the item is complete, `settle` continues the root after it: an engine request with the
+   root's id, whose prompt ends with the item.
+4. Where the root begins another item, it drops these tokens and waits for that one. Where it writes
+   anything else or ends, `settle` cancels the threads of later items in the same step.
+
+Tokens that are no part of the text are given back to the request's budget.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from apar_core.formats.blocks import OpenBlock
+from apar_core.formats.lists import HeadThread, ListBlock, ListEnd, NextItem, RootThread
+from apar_core.journal import Journal
+from apar_core.scheduler.joins import Group, JoiningScheduler, Joins, Waiting
+from apar_core.scheduler.list_journal import rebuilt_lists
+from apar_core.scheduler.thread_requests import (
+    build_continuation,
+    build_thread_request,
+    resumed_thread,
+)
+from apar_core.scheduler.thread_table import ListGroup, TextPlace, WaitingParent
+from apar_core.tree.thread_names import thread_request_id
+from apar_core.vllm_names import FinishReason, Request, RequestStatus
+
+_ITEM = "item"
+_NO_BLOCK = OpenBlock((), (), None)
+
+
+class ListScheduler(JoiningScheduler):
+    """The part of the scheduler that `Lists` uses."""
+
+    def cancel(self, group: Group, thread_ids: set[str], client_index: int) -> None:
+        """End the engine requests of threads that are no part of the answer."""
+
+
+class Lists(Joins):
+    """Lists of all requests of a scheduler."""
+
+    _scheduler: ListScheduler
+
+    def __init__(self, scheduler: ListScheduler) -> None:
+        super().__init__(scheduler, lambda: None)
+        # Requests with the number of the last item of their list, and the root's client.
+        self._ended: list[tuple[ListGroup[Request], int, int]] = []
+        self._cancelling: str | None = None
+        self.num_cancelled_threads = self.num_discarded_tokens = 0
+
+    def begin(self, group: Group, root: Request) -> None:
+        """Add the root thread of a new request."""
+        super().begin(group, root)
+        lists = _lists(group)
+        lists.readers[root.request_id] = lists.rules.root_reader(group.prompt)
+
+    def until_marker(
+        self, group: Group, thread: Request, token_ids: list[int]
+    ) -> tuple[list[int], Any]:
+        """Return new tokens up to one that shows something, and what it shows."""
+        reader = _lists(group).readers[thread.request_id]
+        end_ids = group.parameters.end_ids
+        for index, token_id in enumerate(token_ids):
+            if token_id in end_ids:
+                break
+            if mark := reader.read(token_id):
+                return token_ids[: index + 1], mark
+        return token_ids, False
+
+    def open(self, group: Group, parent: Request, block: Any) -> bool:
+        """Do what the last token of a thread has shown; return whether the thread ends."""
+        lists = _lists(group)
+        is_root = parent.request_id == group.root_id
+        if isinstance(block, ListEnd):
+            self._ended.append((lists, block.number, parent.client_index))
+            return False
+        if isinstance(block, NextItem):
+            lists.num_kept = 0
+            self._start_next_heads(lists)
+        else:
+            if is_root:
+                lists.num_kept, lists.heads = block.num_inherited or 0, {}
+            self._open_item(lists, parent, block)
+        if is_root:
+            waiting: Waiting = WaitingParent(parent, _NO_BLOCK, [_ITEM])
+            self._pausing.append((group, waiting))
+        return not is_root
+
+    def _open_item(self, group: ListGroup[Request], parent: Request, block: ListBlock) -> None:
+        """Build the threads of an item's detail and of the next head."""
+        scheduler = self._scheduler
+        segment_start = group.places[parent.request_id].segment_start
+        readers = group.rules.child_readers(block)
+        for child, num_inherited, reader in zip(
+            block.children, block.inherited(segment_start), readers, strict=True
+        ):
+            child_id, ordinal = group.next_child(parent.request_id)
+            if isinstance(reader, HeadThread):
+                group.heads[reader.number] = child_id
+            num_tokens = num_inherited + len(child.seed)
+            if num_tokens >= scheduler.max_model_len or not group.may_fork():
+                scheduler.refuse(group, parent.client_index, child_id)
+                reader.ends((), itself=False)
+                continue
+            request = build_thread_request(
+                parent,
+                request_id=child_id,
+                ordinal=ordinal,
+                num_inherited=num_inherited,
+                seed=child.seed,
+                max_tokens=group.remaining_tokens,
+            )
+            group.num_forks += 1
+            group.places[child_id] = TextPlace(num_tokens, num_tokens)
+            group.readers[child_id] = reader
+            scheduler.block_sharing.share(parent, request, num_inherited)
+            if group.rules.is_ahead(reader):
+                group.ahead[child_id] = request
+            else:
+                scheduler.admission.wait(group, request)
+
+    def _start_next_heads(self, group: ListGroup[Request]) -> None:
+        for child_id, child in list(group.ahead.items()):
+            if not group.rules.is_ahead(group.readers[child_id]):
+                del group.ahead[child_id]
+                self._scheduler.admission.wait(group, child)
+
+    def ended(self, group: Group, request: Request) -> None:
+        """Take the text of a thread that has ended, right before its blocks are freed."""
+        lists, thread_id = _lists(group), request.request_id
+        if group.closed or self._is_cancelled(thread_id):
+            return
+        reader = lists.readers[thread_id]
+        if isinstance(reader, RootThread):
+            if reader.run is not None:
+                self._ended.append((lists, reader.run.number, request.client_index))
+            return
+        own = list(request.all_token_ids[group.places[thread_id].own_start :])
+        stopped = request.status == RequestStatus.FINISHED_STOPPED
+        itself = group.parameters.ended_itself(own, stopped=stopped)
+        if itself:
+            del own[-1]
+        reader.ends(own, itself=itself)
+        num_text = reader.num_text(len(own))
+        lists.num_text[thread_id] = num_text
+        self._discard(lists, len(own) - num_text)
+        waiting = group.waiting.get(group.root_id)
+        if waiting is not None and reader.number == reader.run.first_number:
+            self._hold_detail(lists, waiting, request, num_text)
+        self._item_may_be_known(lists)
+
+    def _item_may_be_known(self, group: ListGroup[Request]) -> None:
+        waiting = group.waiting.get(group.root_id)
+        if waiting is None or waiting.is_complete:
+            return
+        run = _root_reader(group).run
+        if run is not None and run.item(run.number).is_known:
+            waiting.texts[_ITEM] = ()
+            self._is_ready(group, waiting)
+
+    def _hold_detail(
+        self, group: ListGroup[Request], waiting: Waiting, detail: Request, num_text: int
+    ) -> None:
+        """Hold the blocks of the second item's detail, after which the root continues."""
+        own_start = group.places[detail.request_id].own_start
+        num_tokens = min(own_start + num_text, detail.num_computed_tokens)
+        if num_tokens > waiting.num_held:
+            sharing = self._scheduler.block_sharing
+            waiting.num_held = sharing.hold(group.root_id, detail, num_tokens)
+
+    def settle(self) -> None:
+        """Pause and continue root threads, and cancel the threads after the ends of lists."""
+        self._cancel()
+        super().settle()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        while self._ended:
+            group, number, client_index = self._ended.pop()
+            if not group.closed:
+                self._cancel_after(group, number, client_index)
+
+    def _pause(self, group: Group, waiting: Waiting) -> None:
+        super()._pause(group, waiting)
+        self._item_may_be_known(_lists(group))
+
+    def _num_kept(self, group: Group, place: TextPlace, parent: Request) -> int:
+        return place.segment_start + _lists(group).num_kept
+
+    def _continue(self, group: Group, waiting: Waiting) -> None:
+        """Continue the root after the item that it has waited for, or after its own tokens."""
+        lists = _lists(group)
+        scheduler, parent = self._scheduler, waiting.request
+        place, run = group.places[group.root_id], _root_reader(lists).run
+        assert run is not None
+        del group.waiting[group.root_id]
+        num_kept = parent.num_tokens
+        item_ids: tuple[int, ...] = ()
+        if not run.item(run.number).failed:
+            num_kept = place.segment_start + lists.num_kept
+            item_ids = lists.rules.item_tokens(run, run.number)
+            self._discard(lists, parent.num_tokens - num_kept)
+        sequence = [*parent.all_token_ids[:num_kept], *item_ids]
+        if len(sequence) >= scheduler.max_model_len:
+            self._ended.append((lists, run.number, parent.client_index))
+            scheduler.end_waiting(group, parent, FinishReason.LENGTH)
+            return
+        if item_ids:
+            place.segment_start = len(sequence)
+        continuation = build_continuation(
+            parent,
+            sequence,
+            num_kept=num_kept,
+            num_generated=place.num_generated,
+            max_tokens=group.remaining_tokens,
+        )
+        scheduler.block_sharing.continues(group.root_id, len(sequence))
+        scheduler.start_continuation(group, continuation)
+
+    def _cancel_after(self, group: ListGroup[Request], number: int, client_index: int) -> None:
+        """Cancel the threads of all items after one."""
+        scheduler, first = self._scheduler, group.heads.get(number + 1)
+        if first is None:
+            return
+        self._cancelling = first
+        queued = [c for c in group.deferred if self._is_cancelled(c.request_id)]
+        queued += [child for name, child in group.ahead.items() if self._is_cancelled(name)]
+        for child in queued:
+            if group.ahead.pop(child.request_id, None) is None:
+                group.deferred.remove(child)
+            scheduler.block_sharing.forget(child.request_id)
+            group.forget(child.request_id)
+        live = {name for name in group.live if self._is_cancelled(name)}
+        num_tokens = sum(scheduler.requests[name].num_output_tokens for name in live)
+        ended = [name for name in group.num_text if self._is_cancelled(name)]
+        num_tokens += sum(group.num_text.pop(name) for name in ended)
+        scheduler.cancel(group, live, client_index)
+        self._cancelling = None
+        self._discard(group, num_tokens)
+        self.num_cancelled_threads += len(live) + len(ended)
+
+    def _is_cancelled(self, thread_id: str) -> bool:
+        first = self._cancelling
+        return first is not None and (thread_id == first or thread_id.startswith(f"{first}~"))
+
+    def _discard(self, group: ListGroup[Request], num_tokens: int) -> None:
+        """Give back tokens that are no part of the text."""
+        group.used_tokens -= num_tokens
+        self.num_discarded_tokens += num_tokens
+
+    def close(self, group: Group) -> list[Request]:
+        """Forget the waiting root of a request that ends, and heads ahead; return them."""
+        lists = _lists(group)
+        ahead = list(lists.ahead.values())
+        lists.ahead.clear()
+        for child in ahead:
+            self._scheduler.block_sharing.forget(child.request_id)
+        return super().close(group) + ahead
+
+    def resume(self, group: Group, request: Request, journal: Journal) -> list[Request]:
+        """Return the unfinished threads of a journal that run; the root may wait.
+
+        Threads that have generated tokens come first, then by path.
+        """
+        lists = _lists(group)
+        lists.prompt = request.prompt_token_ids or ()
+        rebuilt = rebuilt_lists(journal, lists.prompt, lists.rules, group.parameters)
+        lists.num_kept = rebuilt.num_kept
+        lists.heads = {
+            number: thread_request_id(group.root_id, path) for number, path in rebuilt.heads.items()
+        }
+        running: list[tuple[bool, Request]] = []
+        for path, thread in rebuilt.threads.items():
+            delta, thread_id = thread.delta, thread_request_id(group.root_id, path)
+            num_text = thread.num_text(group.parameters)
+            group.used_tokens += num_text
+            group.num_forks += bool(path) and not delta.was_refused
+            if delta.finish_reason is not None:
+                lists.num_text[thread_id] = num_text
+        for path, thread in rebuilt.threads.items():
+            delta, thread_id = thread.delta, thread_request_id(group.root_id, path)
+            if delta.finish_reason is not None:
+                continue
+            group.num_children[thread_id] = thread.num_children
+            group.places[thread_id] = TextPlace(thread.own_start, thread.segment_start)
+            lists.readers[thread_id] = thread.reader
+            resumed = resumed_thread(request, delta, thread.sequence, group.remaining_tokens)
+            if not thread.waits:
+                running.append((bool(path) and not delta.token_ids, resumed))
+                continue
+            waiting: Waiting = WaitingParent(resumed, _NO_BLOCK, [_ITEM])
+            group.waiting[thread_id] = waiting
+            self._scheduler.threads.wait_thread(group, thread_id)
+        self._item_may_be_known(lists)
+        return [thread for _, thread in sorted(running, key=lambda each: each[0])]
+
+
+def _lists(group: Group) -> ListGroup[Request]:
+    assert isinstance(group, ListGroup)
+    return group
+
+
+def _root_reader(group: ListGroup[Request]) -> RootThread:
+    # A root that waits keeps its reader.
+    return cast(RootThread, group.readers[group.root_id])
