@@ -280,14 +280,13 @@ class ListRules:
     """Rules of the format `lists` with the tokens of one checkpoint."""
 
     marker_ids = _EveryToken()
-    # How many times its `max_tokens` a request may generate. The text ends at `max_tokens` in
-    # reading order; what goes beyond are tokens of items after the end of a list.
-    work_factor = 2
-
     def __init__(self, definition: ParallelFormat, tokenizer: Tokenizer) -> None:
         assert definition.items is not None
         self.definition = definition
         self.items: ListItems = definition.items
+        # The text ends at `max_tokens` in reading order. What goes beyond are items after the end of
+        # a list, of which there are few at a time.
+        self.work_factor = 2 + self.items.ahead
         self._tokenizer = tokenizer
         context = tokenizer.encode(_CONTEXT, add_special_tokens=False)
         before = str(tokenizer.decode(context))

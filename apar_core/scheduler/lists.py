@@ -114,7 +114,7 @@ class Lists(Joins):
                 ordinal=ordinal,
                 num_inherited=num_inherited,
                 seed=child.seed,
-                max_tokens=group.remaining_tokens,
+                max_tokens=_max_tokens(group),
             )
             group.num_forks += 1
             group.places[child_id] = TextPlace(num_tokens, num_tokens)
@@ -218,7 +218,7 @@ class Lists(Joins):
             sequence,
             num_kept=num_kept,
             num_generated=place.num_generated,
-            max_tokens=group.remaining_tokens,
+            max_tokens=_max_tokens(lists),
         )
         scheduler.block_sharing.continues(group.root_id, len(sequence))
         scheduler.start_continuation(group, continuation)
@@ -290,7 +290,7 @@ class Lists(Joins):
             group.num_children[thread_id] = thread.num_children
             group.places[thread_id] = TextPlace(thread.own_start, thread.segment_start)
             lists.readers[thread_id] = thread.reader
-            resumed = resumed_thread(request, delta, thread.sequence, group.remaining_tokens)
+            resumed = resumed_thread(request, delta, thread.sequence, _max_tokens(lists))
             if not thread.waits:
                 running.append((bool(path) and not delta.token_ids, resumed))
                 continue
@@ -304,6 +304,11 @@ class Lists(Joins):
 def _lists(group: Group) -> ListGroup[Request]:
     assert isinstance(group, ListGroup)
     return group
+
+
+def _max_tokens(group: ListGroup[Request]) -> int:
+    """Return how many tokens one thread may generate."""
+    return min(group.remaining_tokens, group.token_budget // group.rules.work_factor)
 
 
 def _root_reader(group: ListGroup[Request]) -> RootThread:

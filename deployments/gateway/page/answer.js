@@ -111,7 +111,8 @@ export class Answer {
    * Return what had been written at a moment (seconds): the ordered text and the threads.
    *
    * A thread is {id, name, number, position, text, edits, tokens, state, spans, children}; spans are
-   * the times in which it wrote or waited. The root comes first.
+   * the times in which it wrote or waited. The root comes first. A thread that is `discarded` has no
+   * text in the answer.
    */
   at(time) {
     if (this.#index && this.chunks[this.#index - 1].at > time) this.#reset();
@@ -164,7 +165,8 @@ function begun(update, time) {
 }
 
 function apply(threads, updates) {
-  for (const { id, parent = null, position = 0, text, tokens, state, edits, from, to } of updates) {
+  for (const update of updates) {
+    const { id, parent = null, position = 0, text, tokens, state, edits, from, to } = update;
     let thread = threads.get(id);
     if (!thread) {
       thread = { id, parent, position, text: "", tokens: 0, state: null, edits: new Map(), spans: [] };
@@ -173,6 +175,7 @@ function apply(threads, updates) {
     thread.text += text;
     thread.tokens += tokens;
     for (const edit of edits ?? []) thread.edits.set(edit.paragraph, edit);
+    if (state === "ended" && update.finish_reason === "discarded") thread.discarded = true;
     if (state === thread.state) continue;
     const hasWritten = state === "writing" || tokens > 0 || (state === "ended" && !thread.spans.length);
     if (thread.state !== "writing" && hasWritten) extend(thread.spans, "writing", from);

@@ -3,7 +3,7 @@
 import { layout } from "./answer.js";
 import { Markdown } from "./markdown.js";
 
-const STATES = { writing: "writing", waiting: "waiting", ended: "done", stopped: "stopped" };
+const STATES = { writing: "writing", waiting: "waiting", ended: "done", stopped: "stopped", discarded: "discarded" };
 const NUM_HUES = 8;
 const isNarrow = matchMedia("(max-width: 42rem)");
 
@@ -24,6 +24,7 @@ export function threadName(thread) {
 }
 
 function stateOf(thread, snapshot) {
+  if (thread.discarded) return "discarded";
   return snapshot.stopped && thread.state !== "ended" ? "stopped" : (thread.state ?? "waiting");
 }
 
