@@ -64,6 +64,51 @@ def decoding(
 
 
 @app.command()
+def lists(
+    out: Annotated[Path, out_option("lists")],
+    questions: Annotated[
+        list[Path], typer.Option(help="File with a question per line, or JSON lines; repeatable.")
+    ],
+    model: Annotated[str, typer.Option(help="Checkpoint folder of an instruct model.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=8)] = 400,
+    requests: Annotated[
+        list[int] | None, typer.Option(help="Concurrent requests of the speed runs; repeatable.")
+    ] = None,
+    repeats: Repeats = 3,
+    speed_questions: Annotated[int, typer.Option(min=1, help="Questions of the speed runs.")] = 16,
+    eager: Annotated[bool, typer.Option("--eager", help="Disable torch.compile.")] = False,
+) -> None:
+    """Compare ways to write lists in parallel with one thread: text, steps and time."""
+    from apar_core.engine.offline_engine import OfflineEngine
+    from apar_core.models.smollm2 import SMOLLM2
+    from apar_core.reporting import write_report
+    from benchmarks import lists as benchmark
+
+    engine = OfflineEngine(
+        model or SMOLLM2.folder,
+        max_model_len=2048,
+        max_num_seqs=256,
+        enforce_eager=eager,
+        kv_cache_memory_bytes=2 << 30,
+        additional_config={"apar": {"parallel_format": "lists"}},
+    )
+    asked: list[str] = []
+    for path in questions:
+        for line in path.read_text().splitlines():
+            asked.append(json.loads(line)["turns"][0] if line.startswith("{") else line)
+    out.mkdir(parents=True, exist_ok=True)
+    report = benchmark.run(
+        engine, [each for each in asked if each.strip()], out, console,
+        max_tokens=max_tokens, requests=requests or [1, 8, 32], repeats=repeats,
+        speed_questions=speed_questions,
+    )  # fmt: skip
+    write_report(report, out)
+    for table in report.tables:
+        console.print(table.as_markdown(), markup=False, soft_wrap=True)
+    engine.shutdown()
+
+
+@app.command()
 def decoders(
     out: Annotated[Path, out_option("decoders")],
     repeats: Repeats = 5,

@@ -190,7 +190,7 @@ class ListThreads(RequestThreads):
                 node = self._head_nodes[reader.number] = self.tree.threads[name].current_node
                 node.held = True
             else:
-                self._details[reader.number] = name
+                self._details[block.number] = name
             if self.follower is not None:
                 self.follower.forked(request_id, child_id)
             opened.append(child_id)

@@ -116,10 +116,16 @@ def completed(
         return journal[:1]
     if parameters.blocks is not None:
         rules, prompt = block_rules(parameters.blocks, tokenizer), request.prompt_token_ids or []
-        limits = {"max_tokens": params.max_tokens, "max_model_len": max_model_len}
-        if isinstance(rules, ListRules):
-            return completed_lists(journal, prompt, rules, parameters, **limits)
-        return completed_blocks(journal, prompt, rules, parameters, **limits)
+        complete: Any = completed_lists if isinstance(rules, ListRules) else completed_blocks
+        known: Journal = complete(
+            journal,
+            prompt,
+            rules,
+            parameters,
+            max_tokens=params.max_tokens,
+            max_model_len=max_model_len,
+        )
+        return known
     threads = {delta.path: delta for delta in journal}
     _add_children(threads, parameters, request.prompt_token_ids or [], max_model_len)
     used = sum(

@@ -280,12 +280,13 @@ class ListRules:
     """Rules of the format `lists` with the tokens of one checkpoint."""
 
     marker_ids = _EveryToken()
+
     def __init__(self, definition: ParallelFormat, tokenizer: Tokenizer) -> None:
         assert definition.items is not None
         self.definition = definition
         self.items: ListItems = definition.items
-        # The text ends at `max_tokens` in reading order. What goes beyond are items after the end of
-        # a list, of which there are few at a time.
+        # The text ends at `max_tokens` in reading order. What goes beyond are items after the end
+        # of a list, of which there are few at a time.
         self.work_factor = 2 + self.items.ahead
         self._tokenizer = tokenizer
         context = tokenizer.encode(_CONTEXT, add_special_tokens=False)
@@ -303,7 +304,7 @@ class ListRules:
         """Return a reader of what a request's root thread generates."""
         return RootThread(self, prompt)
 
-    def child_readers(self, block: ListBlock) -> tuple[DetailThread, HeadThread]:
+    def child_readers(self, block: ListBlock) -> tuple[ListReader, ListReader]:
         """Return readers of what the children of a block generate."""
         run, number = block.run, block.number
         num_read = block.num_read + len(block.children[1].seed)

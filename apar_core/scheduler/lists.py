@@ -15,7 +15,7 @@ Tokens that are no part of the text are given back to the request's budget.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from apar_core.formats.blocks import OpenBlock
 from apar_core.formats.lists import HeadThread, ListBlock, ListEnd, NextItem, RootThread
@@ -35,7 +35,7 @@ _ITEM = "item"
 _NO_BLOCK = OpenBlock((), (), None)
 
 
-class ListScheduler(JoiningScheduler):
+class ListScheduler(JoiningScheduler, Protocol):
     """The part of the scheduler that `Lists` uses."""
 
     def cancel(self, group: Group, thread_ids: set[str], client_index: int) -> None:

@@ -126,7 +126,9 @@ def read_detail(shape: ListShape, pieces: list[str]) -> tuple[str, DetailEnd | N
     reader = DetailReader(shape)
     for piece in pieces:
         if (end := reader.feed(piece)) is not None:
-            return "".join(pieces[: reader.num_kept]) + reader.closing(end), end
+            partial, separator = reader.closing(end)
+            kept = "".join(pieces[: reader.num_kept]) + partial
+            return kept + (separator if end is DetailEnd.ITEM else ""), end
     return "".join(pieces), None
 
 
