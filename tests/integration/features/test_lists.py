@@ -38,7 +38,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 WAYS: dict[str, dict[str, Any]] = {
     "ordinary": {},
     "small steps": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
-    "short memory": {"num_gpu_blocks_override": 14},
+    "short memory": {"num_gpu_blocks_override": 18},
     "n-gram speculation": {"speculative_config": NGRAM},
 }
 
