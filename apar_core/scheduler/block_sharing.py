@@ -53,11 +53,14 @@ class JoinCounters:
 
     shared_tokens: those whose KV was kept or cached. computed_tokens: those that were computed,
         most of them for the second time.
+    discarded_tokens: generated tokens that are no part of the text; threads that end with a list
+        cause them (`scheduler/lists.py`).
     """
 
     joins: int = 0
     shared_tokens: int = 0
     computed_tokens: int = 0
+    discarded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,6 @@ class Lists(Joins):
         # Requests with the number of the last item of their list, and the root's client.
         self._ended: list[tuple[ListGroup[Request], int, int]] = []
         self._cancelling: str | None = None
-        self.num_cancelled_threads = self.num_discarded_tokens = 0
 
     def begin(self, group: Group, root: Request) -> None:
         """Add the root thread of a new request."""
@@ -243,7 +242,6 @@ class Lists(Joins):
         scheduler.cancel(group, live, client_index)
         self._cancelling = None
         self._discard(group, num_tokens)
-        self.num_cancelled_threads += len(live) + len(ended)
 
     def _is_cancelled(self, thread_id: str) -> bool:
         first = self._cancelling
@@ -252,7 +250,7 @@ class Lists(Joins):
     def _discard(self, group: ListGroup[Request], num_tokens: int) -> None:
         """Give back tokens that are no part of the text."""
         group.used_tokens -= num_tokens
-        self.num_discarded_tokens += num_tokens
+        self._scheduler.block_sharing.join_counters.discarded_tokens += num_tokens
 
     def close(self, group: Group) -> list[Request]:
         """Forget the waiting root of a request that ends, and heads ahead; return them."""

@@ -276,13 +276,15 @@ def joins(span: int = 8, height: int = 8) -> AnyPanel:
         Text(
             "Joins",
             "For formats whose parent waits for its children: joins per second, and the tokens "
-            "before the threads that continue, reused from the KV cache or computed.",
+            "before the threads that continue, reused from the KV cache or computed. Discarded: "
+            "generated tokens of list items after the end of their list.",
             TOKENS_PER_S,
             span,
             height,
         ),
         Query(rate(of.JOINS), "joins"),
         Query(rate(of.JOIN_TOKENS, "outcome"), "tokens {{outcome}}"),
+        Query(rate(of.DISCARDED_TOKENS), "tokens discarded"),
     )
 
 

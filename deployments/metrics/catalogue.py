@@ -135,6 +135,12 @@ JOIN_TOKENS = _counter(
     _REPLICA | {"outcome": "reused: found in the KV cache; computed: most of them once more"},
     "Tokens before threads that continued after their children's texts.",
 )
+DISCARDED_TOKENS = _counter(
+    "apar_discarded_tokens_total",
+    "tokens",
+    _REPLICA,
+    "Generated tokens that are no part of any text: those of list items after the end of their list.",
+)
 REPLICA_RESTARTS = _counter(
     "apar_replica_restarts_total",
     "replicas",

@@ -128,6 +128,7 @@ class ReplicaMetrics:
         record.set_total(catalogue.JOINS, joins.joins)
         record.set_total(catalogue.JOIN_TOKENS, joins.shared_tokens, outcome="reused")
         record.set_total(catalogue.JOIN_TOKENS, joins.computed_tokens, outcome="computed")
+        record.set_total(catalogue.DISCARDED_TOKENS, joins.discarded_tokens)
 
 
 def _unforked_statistics(follower: RequestFollower) -> TreeStatistics | None:

@@ -23,7 +23,7 @@ IDLE = a_core_state(
     admission_counters={"accepted": 3, "delayed": {"request": 2, "policy": 1}, "refused": 4},
     fork_counters={"shared_blocks": 7, "copied_blocks": 5, "released_early_blocks": 6},
     family_counts={"steps": 9, "shared_steps": 8, "shared_rows": 40, "saved_blocks": 25},
-    join_counters={"joins": 2, "shared_tokens": 90, "computed_tokens": 30},
+    join_counters={"joins": 2, "shared_tokens": 90, "computed_tokens": 30, "discarded_tokens": 12},
 )
 TREE = TreeStatistics(
     threads=4,
@@ -145,6 +145,7 @@ def test_the_engines_state_and_counters_are_exported() -> None:
     assert exported.value(catalogue.JOINS) == 2
     assert exported.value(catalogue.JOIN_TOKENS, outcome="reused") == 90
     assert exported.value(catalogue.JOIN_TOKENS, outcome="computed") == 30
+    assert exported.value(catalogue.DISCARDED_TOKENS) == 12
     assert exported.value(catalogue.REPLICA_RESTARTS) == 1
 
 
