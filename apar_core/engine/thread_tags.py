@@ -93,6 +93,7 @@ class _Thread:
     new_edits: list[Update] = field(default_factory=list)
     num_reported_tokens: int = 0
     reported_state: str | None = None
+    reported_reason: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -259,22 +260,26 @@ class ThreadTags:
     def _update(self, thread: _Thread) -> Update | None:
         num_tokens = max(0, thread.num_tokens - thread.num_reported_tokens)
         state = thread.state
+        reason = self._reasons.get(thread.id, CUT) if state == "ended" else None
         if not (
-            thread.new_text or thread.new_edits or num_tokens or state != thread.reported_state
+            thread.new_text
+            or thread.new_edits
+            or num_tokens
+            or (state, reason) != (thread.reported_state, thread.reported_reason)
         ):
             return None
         update: Update = {"choice": self._choice, "id": thread.id}
         if thread.reported_state is None:
             update |= {"parent": thread.parent, "position": thread.position}
         update |= {"text": "".join(thread.new_text), "tokens": num_tokens, "state": state}
-        if state == "ended":
-            update["finish_reason"] = self._reasons.get(thread.id, CUT)
+        if reason is not None:
+            update["finish_reason"] = reason
         if thread.new_edits:
             update["edits"] = list({edit["paragraph"]: edit for edit in thread.new_edits}.values())
         thread.new_text.clear()
         thread.new_edits.clear()
         thread.num_reported_tokens += num_tokens
-        thread.reported_state = state
+        thread.reported_state, thread.reported_reason = state, reason
         return update
 
 

@@ -1,16 +1,20 @@
 """Properties of lists that are written in parallel, under any schedule."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from apar_core.engine.thread_tags import ThreadTags
 from apar_core.formats.parallel_format import ListItems
 from apar_core.formats.shipped_formats import LISTS
 from tests.fakes.block_scripts import TOKENIZER, block_parameters, tokens
+from tests.fakes.examples import num_examples
 from tests.fakes.list_scripts import ListCase, list_cases
-from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, merged
+from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, merged, write_model_config
+from tests.fakes.tagged_streams import TaggedReader
 
 PROMPT = tokens("A question?")
 shapes = st.builds(
@@ -163,3 +167,45 @@ def test_an_answer_continued_by_another_engine_is_the_same(
     assert TOKENIZER.decode(other.texts["r0"]) == case[0].text
     assert other.finish_reasons["r0"] == "stop"
     other.assert_nothing_is_left()
+
+
+class CharacterDecoder:
+    """Decodes each token by itself."""
+
+    def __init__(self, context: list[int]) -> None:
+        self._text = ""
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        self._text += TOKENIZER.decode(new_token_ids)
+        return None
+
+    def get_next_output_text(self, finished: bool, delta: bool) -> str:
+        text, self._text = self._text, ""
+        return text
+
+
+@settings(max_examples=num_examples(30), deadline=None)
+@given(case=st.tuples(list_cases(PROMPT), limits), run_ahead=st.booleans())
+def test_the_text_rebuilt_from_a_tagged_stream_is_that_of_the_list(
+    case: tuple[ListCase, tuple[int, int]], run_ahead: bool
+) -> None:
+    shape = EngineShape(num_blocks=400, max_model_len=2000, run_ahead=run_ahead)
+    with TemporaryDirectory() as folder:
+        engine = engine_with([case], shape, write_model_config(Path(folder)))
+        threads = engine.threads["r0"]
+        tags = ThreadTags(0, threads.tree, [], CharacterDecoder)
+        threads.tag(tags)
+        reader, num_read = TaggedReader(), 0
+        while engine.step():
+            for token_id in engine.texts["r0"][num_read:]:
+                tags.note(TOKENIZER.decode([token_id]))
+            num_read = len(engine.texts["r0"])
+            reader.read({"time_ms": 0, "updates": tags.take()})
+    tags.end(case[0].text)
+    reader.read({"time_ms": 0, "updates": tags.take()})
+
+    assert reader.text() == case[0].text
+    known = reader.threads[0]
+    assert {each["state"] for each in known.values()} == {"ended"}
+    discarded = [each for each in known.values() if each["finish_reason"] == "discarded"]
+    assert len(discarded) == sum(record.discarded for record in threads.tree.threads.values())
