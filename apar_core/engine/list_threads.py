@@ -18,7 +18,6 @@ from apar_core.formats.lists import (
     NextItem,
     RootThread,
 )
-from apar_core.scheduler.list_journal import opens_at_its_end
 from apar_core.tree.paragraph import ParagraphNode
 from apar_core.tree.statistics import CachedChange, TreeStatistics, attended_by, largest_cached
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_request_id, child_thread
@@ -134,17 +133,18 @@ class ListThreads(RequestThreads):
                 self._continue_root()
             self._count(thread)
             self._uncertain[thread].append(token)
-            mark = reader.read(token.token_id)
-            is_last = output.finish_reason is not None and index == num_text and not ended
-            stopped = output.finish_reason == FinishReason.STOP
-            if is_last and not opens_at_its_end(reader, stopped=stopped):
-                mark = None
+            is_last = output.finish_reason is not None and index == len(output.new_token_ids)
+            # Only items end with a token that shows something, and then without a reason.
+            shown = output.finish_reason == FinishReason.STOP and output.stop_reason is None
+            stopped = is_last and not (thread != ROOT_THREAD and shown)
+            mark = reader.read(token.token_id, stopped=stopped)
             self._take_certain(thread, reader, mark)
             if isinstance(mark, ListBlock):
                 children += self._open(output.request_id, thread, mark)
             elif isinstance(mark, ListEnd):
                 self._discard_after(mark.number)
-            self._waits |= thread == ROOT_THREAD and isinstance(mark, ListBlock | NextItem)
+            if thread == ROOT_THREAD and isinstance(mark, ListBlock | NextItem):
+                self._set_waiting(True)
         if ended:
             if thread == ROOT_THREAD:
                 self._continue_root()
@@ -180,6 +180,7 @@ class ListThreads(RequestThreads):
             ordinal = len(self.tree.threads[thread].children)
             child_id, name = child_request_id(request_id, ordinal), child_thread(thread, ordinal)
             self.tree.fork(thread, name)
+            self.tree.threads[thread].has_fork_tokens = False
             self.tree.threads[name].num_seed = len(child.seed)
             self._threads[child_id], self._readers[name] = name, reader
             num_before = start.num_before - num_skipped + len(child.seed)
@@ -220,7 +221,7 @@ class ListThreads(RequestThreads):
         """Let the root continue after the item that it has waited for."""
         if not self._waits:
             return
-        self._waits = False
+        self._set_waiting(False)
         run, progress = self._root.run, self._progress[ROOT_THREAD]
         if run is None:
             return
@@ -242,6 +243,9 @@ class ListThreads(RequestThreads):
         self._changes[progress.step + 1].tokens += num_item - len(probed)
         probed.clear()
 
+    def _set_waiting(self, waits: bool) -> None:
+        self._waits = self.tree.threads[ROOT_THREAD].pauses = waits
+
     def _count(self, thread: ThreadId) -> None:
         """Count a token that a thread generates."""
         progress = self._progress[thread]
@@ -261,28 +265,27 @@ class ListThreads(RequestThreads):
 
     def _finish(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> None:
         reader = self._readers[thread]
-        if isinstance(reader, HeadThread):
-            output.stop_reason = None  # A head that was not ended is no text.
-        # A stop token of the client ends the whole answer, wherever it stands.
-        stops = not ended and isinstance(output.stop_reason, int)
         uncertain = self._uncertain.pop(thread, [])
         num_taken = self.tree.threads[thread].num_generated_items
-        own = [0] * num_taken + [token.token_id for token in uncertain]
-        text = reader.ends(own, itself=ended)
-        num_kept = len(uncertain) if stops else reader.num_text(len(own)) - num_taken
+        num_own = num_taken + len(uncertain)
+        num_kept = reader.num_text(num_own) - num_taken
         if thread == ROOT_THREAD and self._waits:
             num_kept = 0
+        if num_kept < len(uncertain) or num_own == 0:
+            output.stop_reason = None  # The client's stop token is no text.
         self.tree.append(thread, uncertain[:num_kept])
-        self.tree.force(thread, [plain_token(t) for t in text[num_taken + max(num_kept, 0) :]])
+        self.tree.force(thread, [plain_token(token_id) for token_id in reader.forced_ids])
+        # How many tokens an item has is all that is asked of its text here.
+        reader.ends([0] * num_own)
         self._num_discarded += len(uncertain) - num_kept
         self._free(thread)
-        reasons = set(self._reasons)
+        reasons, stop_reason = set(self._reasons), self._stop_reason
         super()._finish(thread, output, ended=ended)
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             return
         if thread != ROOT_THREAD:
             # Where an item ends is not where the answer ends.
-            self._reasons = reasons
+            self._reasons, self._stop_reason = reasons, stop_reason
         elif (run := self._root.run) is not None:
             has_head = not self._waits or bool(run.item(run.number).header)
             self._discard_after(run.number if has_head else run.number - 1)
@@ -290,6 +293,7 @@ class ListThreads(RequestThreads):
     def _discard_after(self, number: int) -> None:
         """Remove the items after one from the text."""
         first = self._heads.get(number + 1)
+        self._heads = {}
         if first is None:
             return
         for name, was_live in self.tree.discard(first).items():

@@ -18,7 +18,12 @@ from apar_core.formats.lists import ListRules
 from apar_core.formats.rules import block_rules
 from apar_core.journal import EndReason, Journal, ThreadDelta, to_plain
 from apar_core.scheduler.block_journal import RebuiltThread, completed_blocks, rebuilt_threads
-from apar_core.scheduler.list_journal import RebuiltLists, completed_lists, rebuilt_lists
+from apar_core.scheduler.list_journal import (
+    RebuiltLists,
+    completed_lists,
+    rebuilt_lists,
+    stop_ids_of,
+)
 from apar_core.scheduler.thread_requests import RESUME_ARG, thread_sequences
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from apar_core.vllm_names import EngineCoreOutput, EngineCoreRequest, FinishReason, Request
@@ -66,7 +71,8 @@ def _in_order(request: AnyRequest, journal: Journal, tokenizer: Any) -> Iterator
         return
     rules, prompt = block_rules(parameters.blocks, tokenizer), request.prompt_token_ids or []
     if isinstance(rules, ListRules):
-        yield from _lists_in_order(rebuilt_lists(journal, prompt, rules, parameters))
+        stop_ids = stop_ids_of(request)
+        yield from _lists_in_order(rebuilt_lists(journal, prompt, rules, parameters, stop_ids))
     else:
         yield from _thread_in_order((), rebuilt_threads(journal, prompt, rules, parameters))
 
@@ -116,8 +122,17 @@ def completed(
         return journal[:1]
     if parameters.blocks is not None:
         rules, prompt = block_rules(parameters.blocks, tokenizer), request.prompt_token_ids or []
-        complete: Any = completed_lists if isinstance(rules, ListRules) else completed_blocks
-        known: Journal = complete(
+        if isinstance(rules, ListRules):
+            return completed_lists(
+                journal,
+                prompt,
+                rules,
+                parameters,
+                stop_ids_of(request),
+                max_tokens=params.max_tokens,
+                max_model_len=max_model_len,
+            )
+        return completed_blocks(
             journal,
             prompt,
             rules,
@@ -125,7 +140,6 @@ def completed(
             max_tokens=params.max_tokens,
             max_model_len=max_model_len,
         )
-        return known
     threads = {delta.path: delta for delta in journal}
     _add_children(threads, parameters, request.prompt_token_ids or [], max_model_len)
     used = sum(

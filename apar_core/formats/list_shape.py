@@ -13,7 +13,7 @@ nested lists are never read as items.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 MAX_HEAD_CHARACTERS = 100
@@ -25,7 +25,7 @@ _INDENT = r" {0,3}"
 _BULLETS = "-*+•"
 _MARKER = re.compile(
     rf"(?P<before>{_INDENT}(?:\#{{1,6}}[ ]+)?[*_]{{0,3}}(?:[A-Z][a-z]{{1,11}}[ ])?)"
-    r"(?P<number>[0-9]{1,3})(?P<after>[.):][*_]{0,3})(?=\s)"
+    r"(?P<number>[1-9][0-9]{0,2})(?P<after>[.):][*_]{0,3})(?=\s)"
     rf"|(?P<bullet>{_INDENT}[{_BULLETS}])(?=[ ])"
 )
 _BEGINS_MARKER = re.compile(
@@ -103,12 +103,14 @@ class FoundList:
 
     number: that of its second item; for bullets 2.
     num_before: pieces before the second item. lead: text of the next piece that is still before it.
+    ends_line: whether the head's last piece ends its line.
     """
 
     shape: ListShape
     number: int
     num_before: int
     lead: str
+    ends_line: bool = False
 
 
 class HeadState(Enum):
@@ -126,6 +128,11 @@ class HeadReader:
         self._around = marker.before + marker.after
         self._head_end = head_end
         self._text = ""
+
+    @property
+    def ends_line(self) -> bool:
+        """Whether the line has ended with the head."""
+        return _LINE in self._text
 
     def feed(self, piece: str) -> HeadState:
         """Add a piece. A head ends only with the end of a piece, or with white space after it."""
@@ -244,9 +251,9 @@ class ListFinder(_Lines):
         if not self._follow_thought(piece):
             self.num_pieces += 1
             return None
-        if self._second is not None and self._reads_second(piece) is HeadState.ENDED:
+        if self._reads_second(piece) is HeadState.ENDED:
             self.num_pieces += 1
-            return self._second[1]
+            return self._found()
         position = 0
         before = self._second
         for number, part in enumerate(piece.split(_LINE)):
@@ -262,9 +269,12 @@ class ListFinder(_Lines):
                 self._add(part)
             position += len(part)
         self.num_pieces += 1
-        if self._second is not None and self._reads_second("") is HeadState.ENDED:
-            return self._second[1]
-        return None
+        return self._found() if self._reads_second("") is HeadState.ENDED else None
+
+    def _found(self) -> FoundList:
+        assert self._second is not None
+        reader, found = self._second
+        return replace(found, ends_line=reader.ends_line)
 
     def _follow_thought(self, piece: str) -> bool:
         """Return whether a piece is part of the answer, not of a thought or its marks."""
@@ -376,7 +386,7 @@ class DetailReader(_Lines):
         detail's is not among them.
     """
 
-    def __init__(self, shape: ListShape) -> None:
+    def __init__(self, shape: ListShape, *, begins_line: bool = False) -> None:
         super().__init__()
         self._shape = shape
         self.num_kept = 0
@@ -387,8 +397,8 @@ class DetailReader(_Lines):
         self._tail = ""
         self._has_text = False
         self._line_is_text = False
-        # The detail begins within the line of its head, unless the head is the whole line.
-        self.is_open = shape.head_end == _LINE
+        # Usually the detail begins within the line of its head.
+        self.is_open = begins_line or shape.head_end == _LINE
         self.line = "" if self.is_open else "x"
 
     def feed(self, piece: str) -> DetailEnd | None:
@@ -494,11 +504,16 @@ class NextLine(Enum):
 
 
 class NextLineReader:
-    """Reads whether a text goes on with another item of a list."""
+    """Reads whether a text goes on with the next item of a list.
 
-    def __init__(self, shape: ListShape) -> None:
-        self._key = shape.marker.key
-        self._text = ""
+    `number` is that of the next item; bullets have none. `begins_line`: whether the text so far
+    ends with a line break.
+    """
+
+    def __init__(self, shape: ListShape, number: int, *, begins_line: bool = False) -> None:
+        marker = shape.marker
+        self._marker = marker if marker.number is None else replace(marker, number=number)
+        self._text = _LINE if begins_line else ""
 
     def feed(self, piece: str) -> NextLine:
         """Add a piece."""
@@ -508,8 +523,8 @@ class NextLineReader:
             return NextLine.OTHER
         match = _MARKER.match(line)
         if match is not None:
-            same = Marker.of_match(match).key == self._key
-            return NextLine.ITEM if same and _LINE in self._text else NextLine.OTHER
+            is_next = Marker.of_match(match) == self._marker and _LINE in self._text
+            return NextLine.ITEM if is_next else NextLine.OTHER
         return NextLine.OPEN if _BEGINS_MARKER.match(line) else NextLine.OTHER
 
 

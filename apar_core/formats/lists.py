@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
+from apar_core.errors import CheckpointError
 from apar_core.formats.blocks import BlockChild, OpenBlock
 from apar_core.formats.control_tokens import Tokenizer
 from apar_core.formats.list_shape import (
@@ -50,7 +51,8 @@ class ListItem:
     """What is known of an item.
 
     header: tokens of its marker and head; those of the second item stand in the root's text.
-    text: tokens of its detail, once that has ended. closing: text between it and the next item.
+    text: tokens of its detail, once that has ended. closing: text between it and the next item,
+        without line breaks that the detail ends with.
     failed: whether its thread has written no head.
     """
 
@@ -93,12 +95,14 @@ class ListBlock(OpenBlock):
 
     num_read: tokens between the last join of the root and the end of the item's head, on the path
         of the thread that has opened the block. num_skipped: those that the detail does not read.
+    ends_line: whether the head ends its line.
     """
 
     run: ListRun
     number: int
     num_read: int
     num_skipped: int
+    ends_line: bool
 
     def inherited(self, segment_start: int) -> tuple[int, int]:
         """Return how many tokens of the thread's sequence detail and head inherit.
@@ -130,9 +134,9 @@ ListMark = ListBlock | NextItem | ListEnd
 class DetailThread:
     """Reads what the thread of an item's detail generates."""
 
-    def __init__(self, rules: ListRules, run: ListRun, number: int) -> None:
+    def __init__(self, rules: ListRules, run: ListRun, number: int, *, begins_line: bool) -> None:
         self.rules, self.run, self.number = rules, run, number
-        self._reader = DetailReader(run.shape)
+        self._reader = DetailReader(run.shape, begins_line=begins_line)
         self._end: DetailEnd | None = None
 
     @property
@@ -140,22 +144,27 @@ class DetailThread:
         """How many of its tokens certainly stay in the text, if the item does."""
         return self._reader.num_kept
 
-    def read(self, token_id: int) -> bool:
+    def read(self, token_id: int, *, stopped: bool) -> bool:
         """Read a token; return whether the detail ends before it."""
         self._end = self._reader.feed(self.rules.text_of(token_id))
+        if stopped and self._end is None and self._reader.num_kept < self._reader.num_pieces:
+            self._end = DetailEnd.LIST  # What may not belong to the item is no text.
         return self._end is not None
 
     def num_text(self, num_own: int) -> int:
         """Return how many tokens of an ended thread are text."""
         return num_own if self._end is None else min(num_own, self._reader.num_kept)
 
-    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
-        """Note that the thread has ended, and with which tokens; return its text."""
-        partial, separator = self._reader.closing(self._end)
-        text = (*own[: self.num_text(len(own))], *self.rules.encode(partial))
+    @property
+    def forced_ids(self) -> tuple[int, ...]:
+        """Tokens of the text after its own: a part of a token that is not kept as a whole."""
+        return self.rules.encode(self._reader.closing(self._end)[0])
+
+    def ends(self, own: Sequence[int]) -> None:
+        """Note that the thread has ended, and with which tokens, without an end token."""
         item = self.run.item(self.number)
-        item.text, item.closing = text, separator
-        return text
+        item.text = (*own[: self.num_text(len(own))], *self.forced_ids)
+        item.closing = self._reader.closing(self._end)[1]
 
 
 class HeadThread:
@@ -178,10 +187,12 @@ class HeadThread:
         """How many of its tokens certainly stay in the text, if the item does."""
         return len(self._own) if self.has_ended else 0
 
-    def read(self, token_id: int) -> ListBlock | bool | None:
+    def read(self, token_id: int, *, stopped: bool) -> ListBlock | bool | None:
         """Read a token; return the block that opens after it, or True if there will be no head."""
         self._own.append(token_id)
         self._state = self._reader.feed(self.rules.text_of(token_id))
+        if stopped:
+            self._state = HeadState.FAILED  # Nothing can open any more.
         if self._state is HeadState.FAILED:
             return True
         if self._state is HeadState.OPEN:
@@ -192,17 +203,24 @@ class HeadThread:
         num_read = self._num_read + len(own)
         detail = (*self.rules.encode(run.lead + marker), *own)
         return self.rules.block(
-            run, self.number, detail, len(own), num_read, num_read - run.num_before
+            run,
+            self.number,
+            detail,
+            num_generated=len(own),
+            num_read=num_read,
+            num_skipped=num_read - run.num_before,
+            ends_line=self._reader.ends_line,
         )
 
     def num_text(self, num_own: int) -> int:
         """Return how many tokens of an ended thread are text."""
         return num_own if self.has_ended else 0
 
-    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
-        """Note that the thread has ended; return its text."""
+    forced_ids: tuple[int, ...] = ()
+
+    def ends(self, own: Sequence[int]) -> None:
+        """Note that the thread has ended."""
         self.run.item(self.number).failed = not self.has_ended
-        return tuple(own[: self.num_text(len(own))])
 
 
 class RootThread:
@@ -222,26 +240,27 @@ class RootThread:
         """Whether its tokens since the last join may be dropped."""
         return self.run is not None
 
-    def read(self, token_id: int) -> ListMark | None:
+    def read(self, token_id: int, *, stopped: bool) -> ListMark | None:
         """Read a token; return what it shows."""
         self._num_read += 1
         piece = self.rules.text_of(token_id)
         if self.run is None:
-            return self._find(piece)
+            return self._find(piece, stopped=stopped)
         if self._next_line is None:
             if self.run.item(self.run.number).failed:
                 # The root writes the item itself, after the marker that it has written.
                 self._num_read = len(self._probed) + 1
                 self._leave_list()
-                return self._find(piece)
-            self._next_line, self._probed, self._num_read = (
-                NextLineReader(self.run.shape), [], 1
-            )  # fmt: skip
+                return self._find(piece, stopped=stopped)
+            self._begin_probe(self.run)
         self._probed.append(piece)
+        assert self._next_line is not None
         state = self._next_line.feed(piece)
         if state is NextLine.OPEN:
             return None
         run = self.run
+        if state is NextLine.ITEM and stopped:
+            return None
         if state is NextLine.ITEM:
             run.number += 1
             self._next_line = None
@@ -249,14 +268,28 @@ class RootThread:
         self._leave_list()
         return ListEnd(run, run.number)
 
-    def _find(self, piece: str) -> ListBlock | None:
+    def _begin_probe(self, run: ListRun) -> None:
+        """Begin to read what the root writes after an item."""
+        begins_line = len(run.item(run.number).closing) < len(run.shape.separator)
+        self._next_line = NextLineReader(run.shape, run.number + 1, begins_line=begins_line)
+        self._probed, self._num_read = [], 1
+
+    def _find(self, piece: str, *, stopped: bool) -> ListBlock | None:
         found = self._finder.feed(piece)
-        if found is None:
+        if found is None or stopped:
             return None
         number = found.number
         run = self.run = ListRun(found.shape, found.num_before, found.lead, number, number)
         self._probed = []
-        return self.rules.block(run, number, (), self._num_read, self._num_read, 0)
+        return self.rules.block(
+            run,
+            number,
+            (),
+            num_generated=self._num_read,
+            num_read=self._num_read,
+            num_skipped=0,
+            ends_line=found.ends_line,
+        )
 
     def _leave_list(self) -> None:
         """Go on as after any other text."""
@@ -268,9 +301,10 @@ class RootThread:
         """Return how many tokens of an ended thread are text."""
         return num_own
 
-    def ends(self, own: Sequence[int], *, itself: bool) -> tuple[int, ...]:
-        """Note that the thread has ended; return its text."""
-        return tuple(own)
+    forced_ids: tuple[int, ...] = ()
+
+    def ends(self, own: Sequence[int]) -> None:
+        """Note that the thread has ended."""
 
 
 ListReader = RootThread | HeadThread | DetailThread
@@ -298,7 +332,14 @@ class ListRules:
             return str(tokenizer.decode([*context, token_id]))[len(before) :]
 
         self.text_of = text_of
-        self.encode = cache(lambda text: encode_behind(text, tokenizer))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text after other text, or what the tokenizer has closest to it."""
+        try:
+            return encode_behind(text, self._tokenizer)
+        except CheckpointError:  # A marker may have any word of the model.
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def root_reader(self, prompt: Sequence[int]) -> RootThread:
         """Return a reader of what a request's root thread generates."""
@@ -308,22 +349,27 @@ class ListRules:
         """Return readers of what the children of a block generate."""
         run, number = block.run, block.number
         num_read = block.num_read + len(block.children[1].seed)
-        return DetailThread(self, run, number), HeadThread(self, run, number + 1, num_read)
+        return (
+            DetailThread(self, run, number, begins_line=block.ends_line),
+            HeadThread(self, run, number + 1, num_read),
+        )
 
     def block(
         self,
         run: ListRun,
         number: int,
         detail_seed: tuple[int, ...],
+        *,
         num_generated: int,
         num_read: int,
         num_skipped: int,
+        ends_line: bool,
     ) -> ListBlock:
         """Return the block that opens after an item's head."""
         marker = run.shape.marker.text(number + 1)
         head = BlockChild(self.encode(run.shape.separator + marker), self.encode(marker))
         children = (BlockChild(detail_seed, ()), head)
-        return ListBlock((), children, num_generated, run, number, num_read, num_skipped)
+        return ListBlock((), children, num_generated, run, number, num_read, num_skipped, ends_line)
 
     def is_ahead(self, reader: Any) -> bool:
         """Return whether a head must not be written yet: the root is too far behind."""

@@ -124,8 +124,8 @@ class ListItems(_Facts):
 
     ahead: PositiveInt = Field(
         4,
-        description="How many details may be written at the same time. Threads of items after the "
-        "end of the list, which no thread knows in advance, are cancelled.",
+        description="How many items may be written beyond the one that the root thread waits for. "
+        "Those after the end of the list, which no thread knows in advance, are cancelled.",
     )
 
 

@@ -28,6 +28,7 @@ from vllm.config import VllmConfig
 
 from apar_core.attention.selection import family_settings, reads_families
 from apar_core.fork_parameters import ForkParameters
+from apar_core.formats.blocks import OpenBlock
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.constraints import FailedConstraints
@@ -358,9 +359,11 @@ class ForkMixin(Scheduler):
     ) -> tuple[list[int], bool]:
         """Take any number of tokens, including fork tokens, as far as the budget allows."""
         tokens = group.within_budget(new_token_ids)
-        block: Any = False
+        if isinstance(group, ListGroup):
+            return self.lists.take(group, request, tokens, is_stale)
+        block: OpenBlock | bool = False
         if isinstance(group, JoiningGroup):
-            tokens, block = self._joins(group).until_marker(group, request, tokens)
+            tokens, block = self.joins.until_marker(group, request, tokens)
         num_tokens = len(tokens)
         # Control tokens are not text: each raises the thread's own limit by one.
         request.max_tokens += sum(map(group.parameters.is_control, tokens))
@@ -380,12 +383,14 @@ class ForkMixin(Scheduler):
                 self._fork(group, request, fork_index=index)
         return tokens, stopped
 
-    def _take_marker(self, group: JoiningGroup[Request], thread: Request, block: Any) -> bool:
+    def _take_marker(
+        self, group: JoiningGroup[Request], thread: Request, block: OpenBlock | bool
+    ) -> bool:
         """Open a block, or end a child; return whether the thread has stopped."""
         self.held.release(group.root_id)
-        if block is not True and (group.exhausted or group.closed):
-            return False
-        if block is not True and not self._joins(group).open(group, thread, block):
+        if isinstance(block, OpenBlock):
+            if not group.exhausted and not group.closed:
+                self.joins.open(group, thread, block)
             return False
         thread.status = RequestStatus.FINISHED_STOPPED
         return True
@@ -431,6 +436,11 @@ class ForkMixin(Scheduler):
         self._start(group, thread)
         # Its request was queued long before.
         thread.events.clear()
+
+    def take_token(self, thread: Request, token_id: int, is_stale: bool) -> tuple[list[int], bool]:
+        """Let vLLM take one token of a thread; return it, and whether the thread has ended."""
+        self.num_generated_tokens += 1
+        return self._take_as_vllm(thread, [token_id], is_stale)
 
     def cancel(self, group: ThreadGroup[Request], thread_ids: set[str], client_index: int) -> None:
         """End the engine requests of threads that are no part of the answer."""

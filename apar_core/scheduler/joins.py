@@ -97,7 +97,7 @@ class Joins:
 
     def until_marker(
         self, group: Group, thread: Request, token_ids: list[int]
-    ) -> tuple[list[int], Any]:
+    ) -> tuple[list[int], OpenBlock | bool]:
         """Return new tokens up to the one that opens a block or ends a child, if there is one.
 
         The second value is the block that the last of them opens, or whether it ends the thread.
@@ -118,11 +118,8 @@ class Joins:
                 return taken, block
         return token_ids, False
 
-    def open(self, group: Group, parent: Request, block: OpenBlock) -> bool:
-        """Build a block's children; the parent pauses at the end of the step.
-
-        Returns whether it ends instead: never, in formats with a trigger.
-        """
+    def open(self, group: Group, parent: Request, block: OpenBlock) -> None:
+        """Build a block's children; the parent pauses at the end of the step."""
         scheduler = self._scheduler
         place = group.places[parent.request_id]
         waiting: Waiting = WaitingParent(parent, block, [])
@@ -150,7 +147,6 @@ class Joins:
             scheduler.block_sharing.share(parent, request, num_inherited)
             scheduler.admission.wait(group, request)
         self._pausing.append((group, waiting))
-        return False
 
     def pauses(self, group: Group, request: Request) -> bool:
         """Return whether an engine request ends because its thread waits."""

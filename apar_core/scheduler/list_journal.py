@@ -5,7 +5,7 @@ The journal has what each thread has generated, and everything else follows from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from apar_core.errors import TreeError
@@ -21,6 +21,7 @@ from apar_core.formats.lists import (
 )
 from apar_core.journal import EndReason, Journal, ThreadDelta
 from apar_core.tree.thread_names import ThreadPath
+from apar_core.vllm_names import EngineCoreRequest, Request
 
 
 @dataclass(slots=True)
@@ -62,8 +63,9 @@ class RebuiltLists:
     cancelled: set[ThreadPath] = field(default_factory=set)
 
     def cancel_after(self, number: int) -> None:
-        """Leave out the threads of all items after one."""
+        """Leave out the threads of all items after one, with which their list ends."""
         first = self.heads.get(number + 1)
+        self.heads = {}
         if first is None:
             return
         self.cancelled.add(first)
@@ -72,10 +74,15 @@ class RebuiltLists:
 
 
 def rebuilt_lists(
-    journal: Journal, prompt: Sequence[int], rules: ListRules, parameters: ForkParameters
+    journal: Journal,
+    prompt: Sequence[int],
+    rules: ListRules,
+    parameters: ForkParameters,
+    stop_ids: Container[int],
 ) -> RebuiltLists:
     """Return all threads, also children that the journal does not know yet.
 
+    `stop_ids` are the client's stop tokens.
     Raises TreeError for a thread that no other one has opened.
     """
     deltas = {delta.path: delta for delta in journal}
@@ -90,10 +97,9 @@ def rebuilt_lists(
             if thread.waits:
                 _join(thread, rebuilt, rules)
             thread.sequence.append(token_id)
-            mark = reader.read(token_id)
-            is_last = delta.finish_reason is not None and index == len(own) and not itself
-            if is_last and not opens_at_its_end(reader, stopped=delta.stopped):
-                break
+            is_last = delta.finish_reason is not None and index == len(delta.token_ids)
+            was_shown = delta.stopped and token_id not in stop_ids
+            mark = reader.read(token_id, stopped=is_last and not (path and was_shown))
             if isinstance(mark, ListBlock):
                 rebuild_children(thread, mark, index)
             if isinstance(mark, NextItem):
@@ -106,7 +112,7 @@ def rebuilt_lists(
                 _join(thread, rebuilt, rules)
             thread.sequence.append(delta.token_ids[-1])
         if delta.finish_reason is not None:
-            reader.ends(own, itself=itself)
+            reader.ends(own)
             if isinstance(reader, RootThread) and reader.run is not None:
                 rebuilt.cancel_after(reader.run.number)
 
@@ -132,12 +138,10 @@ def rebuilt_lists(
     return rebuilt
 
 
-def opens_at_its_end(reader: ListReader, *, stopped: bool) -> bool:
-    """Return whether the token with which a thread ends may show something.
-
-    A head thread ends where its head does. Any other thread that ends does so for another reason.
-    """
-    return stopped and isinstance(reader, HeadThread)
+def stop_ids_of(request: Request | EngineCoreRequest) -> Container[int]:
+    """Return the stop tokens of a request's client."""
+    params = request.sampling_params
+    return () if params is None else params.stop_token_ids or ()
 
 
 def _join(thread: RebuiltListThread, rebuilt: RebuiltLists, rules: ListRules) -> None:
@@ -157,6 +161,7 @@ def completed_lists(
     prompt: Sequence[int],
     rules: ListRules,
     parameters: ForkParameters,
+    stop_ids: Container[int],
     *,
     max_tokens: int | None,
     max_model_len: int,
@@ -166,7 +171,7 @@ def completed_lists(
     The lost engine may not have reported its last decisions: which children opened, and whether the
     root continues. They are made here by the scheduler's rules.
     """
-    rebuilt = rebuilt_lists(journal, prompt, rules, parameters)
+    rebuilt = rebuilt_lists(journal, prompt, rules, parameters, stop_ids)
     known = {delta.path for delta in journal}
     num_opened = sum(
         bool(path) and path in known and not thread.delta.was_refused

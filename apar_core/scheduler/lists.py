@@ -2,8 +2,8 @@
 
 Life of a list:
 
-1. `until_marker` reads every sampled token. At the end of a head, `open` builds the threads of the
-   item's detail and of the next head. The root thread then waits for the item; a head thread ends.
+1. `take` reads every sampled token. At the end of a head it builds the threads of the item's detail
+   and of the next head. The root thread then waits for the item; a head thread ends.
 2. Heads that are far ahead of the root wait (`ListItems.ahead`).
 3. When the item is complete, `settle` continues the root after it: an engine request with the
    root's id, whose prompt ends with the item.
@@ -15,13 +15,14 @@ Tokens that are no part of the text are given back to the request's budget.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from apar_core.formats.blocks import OpenBlock
 from apar_core.formats.lists import HeadThread, ListBlock, ListEnd, NextItem, RootThread
 from apar_core.journal import Journal
+from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.joins import Group, JoiningScheduler, Joins, Waiting
-from apar_core.scheduler.list_journal import rebuilt_lists
+from apar_core.scheduler.list_journal import rebuilt_lists, stop_ids_of
 from apar_core.scheduler.thread_requests import (
     build_continuation,
     build_thread_request,
@@ -38,6 +39,11 @@ _NO_BLOCK = OpenBlock((), (), None)
 class ListScheduler(JoiningScheduler, Protocol):
     """The part of the scheduler that `Lists` uses."""
 
+    held: HeldOutputs
+
+    def take_token(self, thread: Request, token_id: int, is_stale: bool) -> tuple[list[int], bool]:
+        """Let vLLM take one token of a thread; return it, and whether the thread has ended."""
+
     def cancel(self, group: Group, thread_ids: set[str], client_index: int) -> None:
         """End the engine requests of threads that are no part of the answer."""
 
@@ -49,8 +55,8 @@ class Lists(Joins):
 
     def __init__(self, scheduler: ListScheduler) -> None:
         super().__init__(scheduler, lambda: None)
-        # Requests with the number of the last item of their list, and the root's client.
-        self._ended: list[tuple[ListGroup[Request], int, int]] = []
+        # Requests whose list has ended, with the first thread after it, and the root's client.
+        self._ended: list[tuple[ListGroup[Request], str, int]] = []
         self._cancelling: str | None = None
 
     def begin(self, group: Group, root: Request) -> None:
@@ -59,37 +65,52 @@ class Lists(Joins):
         lists = _lists(group)
         lists.readers[root.request_id] = lists.rules.root_reader(group.prompt)
 
-    def until_marker(
-        self, group: Group, thread: Request, token_ids: list[int]
-    ) -> tuple[list[int], Any]:
-        """Return new tokens up to one that shows something, and what it shows."""
-        reader = _lists(group).readers[thread.request_id]
-        end_ids = group.parameters.end_ids
-        for index, token_id in enumerate(token_ids):
-            if token_id in end_ids:
-                break
-            if mark := reader.read(token_id):
-                return token_ids[: index + 1], mark
-        return token_ids, False
+    def take(
+        self, group: ListGroup[Request], thread: Request, token_ids: list[int], is_stale: bool
+    ) -> tuple[list[int], bool]:
+        """Take a thread's new tokens up to one with which it ends or waits; return these.
 
-    def open(self, group: Group, parent: Request, block: Any) -> bool:
-        """Do what the last token of a thread has shown; return whether the thread ends."""
-        lists = _lists(group)
-        is_root = parent.request_id == group.root_id
-        if isinstance(block, ListEnd):
-            self._ended.append((lists, block.number, parent.client_index))
-            return False
-        if isinstance(block, NextItem):
-            lists.num_kept = 0
-            self._start_next_heads(lists)
+        The second value is whether the thread has ended.
+        """
+        reader = group.readers[thread.request_id]
+        taken: list[int] = []
+        for token_id in token_ids:
+            # One by one: what a token shows depends on whether vLLM ends the thread with it.
+            new, stopped = self._scheduler.take_token(thread, token_id, is_stale)
+            taken += new
+            has_stopped = stopped and thread.status == RequestStatus.FINISHED_STOPPED
+            if group.parameters.ended_itself(new, stopped=has_stopped):
+                return taken, True
+            group.used_tokens += 1
+            mark = reader.read(token_id, stopped=stopped or group.exhausted)
+            if isinstance(mark, ListEnd):
+                self._end_list(group, mark.number, thread.client_index)
+            if stopped or group.exhausted:
+                return taken, stopped
+            if mark is True:
+                thread.status = RequestStatus.FINISHED_STOPPED
+                return taken, True
+            if isinstance(mark, ListBlock | NextItem):
+                return taken, self._open(group, thread, mark)
+        return taken, False
+
+    def _open(self, group: ListGroup[Request], thread: Request, mark: ListBlock | NextItem) -> bool:
+        """Open an item, or let the root wait for one; return whether the thread ends."""
+        self._scheduler.held.release(group.root_id)
+        is_root = thread.request_id == group.root_id
+        if isinstance(mark, NextItem):
+            group.num_kept = 0
+            self._start_next_heads(group)
         else:
             if is_root:
-                lists.num_kept, lists.heads = block.num_inherited or 0, {}
-            self._open_item(lists, parent, block)
+                group.num_kept, group.heads = mark.num_inherited or 0, {}
+            self._open_item(group, thread, mark)
         if is_root:
-            waiting: Waiting = WaitingParent(parent, _NO_BLOCK, [_ITEM])
+            waiting: Waiting = WaitingParent(thread, _NO_BLOCK, [_ITEM])
             self._pausing.append((group, waiting))
-        return not is_root
+            return False
+        thread.status = RequestStatus.FINISHED_STOPPED
+        return True
 
     def _open_item(self, group: ListGroup[Request], parent: Request, block: ListBlock) -> None:
         """Build the threads of an item's detail and of the next head."""
@@ -105,7 +126,7 @@ class Lists(Joins):
             num_tokens = num_inherited + len(child.seed)
             if num_tokens >= scheduler.max_model_len or not group.may_fork():
                 scheduler.refuse(group, parent.client_index, child_id)
-                reader.ends((), itself=False)
+                reader.ends(())
                 continue
             request = build_thread_request(
                 parent,
@@ -138,14 +159,13 @@ class Lists(Joins):
         reader = lists.readers[thread_id]
         if isinstance(reader, RootThread):
             if reader.run is not None:
-                self._ended.append((lists, reader.run.number, request.client_index))
+                self._end_list(lists, reader.run.number, request.client_index)
             return
         own = list(request.all_token_ids[group.places[thread_id].own_start :])
         stopped = request.status == RequestStatus.FINISHED_STOPPED
-        itself = group.parameters.ended_itself(own, stopped=stopped)
-        if itself:
+        if group.parameters.ended_itself(own, stopped=stopped):
             del own[-1]
-        reader.ends(own, itself=itself)
+        reader.ends(own)
         num_text = reader.num_text(len(own))
         lists.num_text[thread_id] = num_text
         self._discard(lists, len(own) - num_text)
@@ -181,9 +201,16 @@ class Lists(Joins):
 
     def _cancel(self) -> None:
         while self._ended:
-            group, number, client_index = self._ended.pop()
+            group, first, client_index = self._ended.pop()
             if not group.closed:
-                self._cancel_after(group, number, client_index)
+                self._cancel_from(group, first, client_index)
+
+    def _end_list(self, group: ListGroup[Request], number: int, client_index: int) -> None:
+        """Note that a list ends with an item."""
+        first = group.heads.get(number + 1)
+        group.heads = {}
+        if first is not None:
+            self._ended.append((group, first, client_index))
 
     def _pause(self, group: Group, waiting: Waiting) -> None:
         super()._pause(group, waiting)
@@ -207,7 +234,7 @@ class Lists(Joins):
             self._discard(lists, parent.num_tokens - num_kept)
         sequence = [*parent.all_token_ids[:num_kept], *item_ids]
         if len(sequence) >= scheduler.max_model_len:
-            self._ended.append((lists, run.number, parent.client_index))
+            self._end_list(lists, run.number, parent.client_index)
             scheduler.end_waiting(group, parent, FinishReason.LENGTH)
             return
         if item_ids:
@@ -222,12 +249,9 @@ class Lists(Joins):
         scheduler.block_sharing.continues(group.root_id, len(sequence))
         scheduler.start_continuation(group, continuation)
 
-    def _cancel_after(self, group: ListGroup[Request], number: int, client_index: int) -> None:
-        """Cancel the threads of all items after one."""
-        scheduler, first = self._scheduler, group.heads.get(number + 1)
-        if first is None:
-            return
-        self._cancelling = first
+    def _cancel_from(self, group: ListGroup[Request], first: str, client_index: int) -> None:
+        """Cancel the thread of a head, and all threads below it."""
+        scheduler, self._cancelling = self._scheduler, first
         queued = [c for c in group.deferred if self._is_cancelled(c.request_id)]
         queued += [child for name, child in group.ahead.items() if self._is_cancelled(name)]
         for child in queued:
@@ -268,7 +292,9 @@ class Lists(Joins):
         """
         lists = _lists(group)
         lists.prompt = request.prompt_token_ids or ()
-        rebuilt = rebuilt_lists(journal, lists.prompt, lists.rules, group.parameters)
+        rebuilt = rebuilt_lists(
+            journal, lists.prompt, lists.rules, group.parameters, stop_ids_of(request)
+        )
         lists.num_kept = rebuilt.num_kept
         lists.heads = {
             number: thread_request_id(group.root_id, path) for number, path in rebuilt.heads.items()
@@ -289,6 +315,9 @@ class Lists(Joins):
             group.places[thread_id] = TextPlace(thread.own_start, thread.segment_start)
             lists.readers[thread_id] = thread.reader
             resumed = resumed_thread(request, delta, thread.sequence, _max_tokens(lists))
+            if not delta.token_ids and lists.rules.is_ahead(thread.reader):
+                lists.ahead[thread_id] = resumed
+                continue
             if not thread.waits:
                 running.append((bool(path) and not delta.token_ids, resumed))
                 continue

@@ -59,6 +59,8 @@ class ThreadRecord(Generic[Item]):
         fork token.
     ended: whether a finished thread ended itself with its end-of-thread token.
     discarded: whether what it wrote was removed from the text.
+    has_fork_tokens: whether it generated a token for each of its forks. pauses: whether it waits
+        now, of a thread without such tokens.
     num_forced: items that were not generated: those of the format around the texts of children.
     num_seed, num_header, num_closing: of a child for which its parent waits, the tokens forced
         at its start, and the items before and after its text. is_closed: whether its text ends
@@ -76,6 +78,8 @@ class ThreadRecord(Generic[Item]):
     finished: bool = False
     ended: bool = False
     discarded: bool = False
+    has_fork_tokens: bool = True
+    pauses: bool = False
     num_forced: int = 0
     num_seed: int = 0
     num_header: int = 0
@@ -92,13 +96,13 @@ class ThreadRecord(Generic[Item]):
     @property
     def num_generated(self) -> int:
         """Tokens that the thread has generated: items, fork tokens and its end token."""
-        num_forks = 0 if self.blocks else len(self.children)
+        num_forks = 0 if self.blocks or not self.has_fork_tokens else len(self.children)
         return self.num_generated_items + num_forks + self.ended
 
     @property
     def waits(self) -> bool:
         """Whether the thread waits until its children have ended."""
-        return len(self.suffixes) < len(self.blocks) and not self.finished
+        return (self.pauses or len(self.suffixes) < len(self.blocks)) and not self.finished
 
 
 class ParagraphTree(Generic[Item]):

@@ -91,11 +91,11 @@ def list_cases(draw: st.DrawFn, prompt: list[int]) -> ListCase:
         else:
             case.script[f"{path}1"] = tokens(draw(st.sampled_from(["", " z"])), ends=True)
         if is_text and index < num_begun:
-            generated += tokens(f"{style.separator}{any_marker} ")
+            generated += tokens(f"{style.separator}{marker} ")
             case.text += style.separator + marker + head
         path += "1."
     if begins_failed:
-        probe = f"{style.separator}{style.marker.format(number=7)} "
+        probe = f"{style.separator}{marker} "
         generated += tokens(probe)
         case.text += probe
         case.contexts["", len(generated)] = [*prompt, *tokens(case.text)]

@@ -62,6 +62,8 @@ class EngineShape:
     max_num_batched_tokens: int = 64
     max_model_len: int = 256
     run_ahead: bool = False
+    # As with speculation whose drafts are all right; not with `run_ahead`.
+    tokens_per_step: int = 1
     watermark: float = 0.0
     # As with a KV connector that loads into free blocks while steps are in flight.
     defers_frees: bool = False
@@ -143,12 +145,14 @@ class ScriptedEngine:
         arrival_time: float = 0.0,
         priority: int = 0,
         journal: Journal | None = None,
+        stop_token_ids: Iterable[int] = (),
     ) -> None:
         """Add a request; with a journal, resume it."""
         parameters = parameters or fork_parameters()
         sampling = SamplingParams(
             max_tokens=max_tokens,
             extra_args={EXTRA_ARG: parameters.to_extra_arg(), HOLD_ARG: True},
+            stop_token_ids=list(stop_token_ids),
         )
         sampling._eos_token_id = END
         request = Request(
@@ -280,7 +284,8 @@ class ScriptedEngine:
             end = request.num_computed_tokens
             step.written_blocks |= self._write_and_read(request, end - num_scheduled, end)
             if not request.is_prefill_chunk:
-                step.sampled[request_id] = [self._sample(request)]
+                number = 1 if self.shape.run_ahead else self.shape.tokens_per_step
+                step.sampled[request_id] = [self._sample(request) for _ in range(number)]
         return step
 
     def _sequence(self, request: Request) -> list[int]:

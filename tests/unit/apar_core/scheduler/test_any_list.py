@@ -1,5 +1,6 @@
 """Properties of lists that are written in parallel, under any schedule."""
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,6 +26,7 @@ shapes = st.builds(
     max_num_batched_tokens=st.integers(13, 64),
     max_model_len=st.just(2000),
     run_ahead=st.booleans(),
+    tokens_per_step=st.integers(1, 4),
     output_interval_s=st.sampled_from([0.0, 0.003, 0.05]),
 )
 limits = st.tuples(st.integers(1, 6), st.integers(1, 8))
@@ -39,6 +41,7 @@ def engine_with(
 ) -> ScriptedEngine:
     engine = ScriptedEngine(shape, model_dir)
     max_tokens = more.pop("max_tokens", 1900)
+    stop_token_ids = [more.pop("stop_id")] if "stop_id" in more else []
     for number, (case, (max_threads, ahead)) in enumerate(cases):
         definition = LISTS.model_copy(update={"items": ListItems(ahead=ahead)})
         engine.add(
@@ -48,6 +51,7 @@ def engine_with(
             max_tokens=max_tokens,
             parameters=block_parameters(definition, max_threads=max_threads, **more),
             arrival_time=float(number),
+            stop_token_ids=stop_token_ids,
         )
     return engine
 
@@ -167,6 +171,58 @@ def test_an_answer_continued_by_another_engine_is_the_same(
     assert TOKENIZER.decode(other.texts["r0"]) == case[0].text
     assert other.finish_reasons["r0"] == "stop"
     other.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+@many
+@given(
+    shape=shapes,
+    cases=st.lists(st.tuples(list_cases(PROMPT), limits), min_size=1, max_size=2),
+    stop=st.sampled_from("abx:. \n3y*"),
+)
+def test_a_stop_token_of_the_client_ends_the_text_where_it_stands(
+    model_dir: Path, shape: EngineShape, cases: list[tuple[ListCase, tuple[int, int]]], stop: str
+) -> None:
+    (stop_id,) = tokens(stop)
+    engine = engine_with(cases, shape, model_dir, stop_id=stop_id)
+
+    engine.run(max_steps=20000)
+
+    engine.assert_nothing_is_left()
+    for number, (case, _) in enumerate(cases):
+        text = TOKENIZER.decode(engine.texts[f"r{number}"])
+        assert engine.finish_reasons[f"r{number}"] == "stop"
+        # What the engine forces, separators and markers, stops nothing.
+        assert case.text.startswith(text)
+        if text != case.text:
+            assert text.endswith(stop)
+
+
+@pytest.mark.slow
+@many
+@given(
+    shape=shapes,
+    case=st.tuples(list_cases(PROMPT), limits),
+    max_model_len=st.integers(20, 300),
+    steps=st.integers(0, 100),
+)
+def test_a_full_context_ends_the_answer_and_leaves_nothing_behind(
+    model_dir: Path,
+    shape: EngineShape,
+    case: tuple[ListCase, tuple[int, int]],
+    max_model_len: int,
+    steps: int,
+) -> None:
+    shape = replace(shape, max_model_len=max_model_len)
+    engine = engine_with([case], shape, model_dir, max_tokens=max_model_len - len(PROMPT))
+
+    engine.run(max_steps=20000)
+
+    engine.assert_nothing_is_left()
+    text = TOKENIZER.decode(engine.texts["r0"])
+    assert engine.finish_reasons["r0"] in ("stop", "length")
+    if engine.finish_reasons["r0"] == "stop":
+        assert text == case[0].text
 
 
 class CharacterDecoder:
