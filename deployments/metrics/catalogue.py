@@ -139,7 +139,7 @@ DISCARDED_TOKENS = _counter(
     "apar_discarded_tokens_total",
     "tokens",
     _REPLICA,
-    "Generated tokens that are no part of any text: those of list items after the end of their list.",
+    "Generated tokens that are no part of any text: list items after the end of their list.",
 )
 REPLICA_RESTARTS = _counter(
     "apar_replica_restarts_total",

@@ -16,6 +16,8 @@ from apar_core.formats.list_shape import (
     ListFinder,
     ListShape,
     Marker,
+    NextLine,
+    NextLineReader,
 )
 from tests.fakes.examples import num_examples
 
@@ -220,3 +222,73 @@ def test_reading_takes_time_linear_in_the_text() -> None:
     seconds(1000)
     short = min(seconds(1000) for _ in range(3))
     assert seconds(16000) < 16 * 8 * short
+
+
+def next_line(shape: ListShape, number: int, pieces: list[str], **options: bool) -> NextLine:
+    reader = NextLineReader(shape, number, **options)
+    state = NextLine.OPEN
+    for piece in pieces:
+        state = reader.feed(piece)
+        if state is not NextLine.OPEN:
+            break
+    return state
+
+
+STEPS = ListShape(Marker("**Step ", 1, ":"), "\n", "\n\n")
+BULLETS = ListShape(Marker("-", None, ""), "**:", "\n")
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "state"),
+    [
+        (NUMBERED, "\n\n3. ", NextLine.ITEM),
+        (NUMBERED, " \n3. ", NextLine.ITEM),
+        (NUMBERED, "\n\n4. ", NextLine.OTHER),
+        (NUMBERED, "\n\n1. ", NextLine.OTHER),
+        (NUMBERED, "\n\n**3. ", NextLine.OTHER),
+        (NUMBERED, "\n\n3) ", NextLine.OTHER),
+        (NUMBERED, "\n\n3.5", NextLine.OTHER),
+        (NUMBERED, "\n\nIn summary", NextLine.OTHER),
+        (NUMBERED, " It also", NextLine.OTHER),
+        (NUMBERED, "more", NextLine.OTHER),
+        (NUMBERED, "\n\n3", NextLine.OPEN),
+        (STEPS, "\n\n**Step 3: ", NextLine.ITEM),
+        (STEPS, "\n\n**Step 4: ", NextLine.OTHER),
+        (BULLETS, "\n- ", NextLine.ITEM),
+        (BULLETS, "\n* ", NextLine.OTHER),
+    ],
+)
+@pytest.mark.parametrize("split", [list, words])
+def test_only_the_next_item_continues_a_list(shape, text, state, split) -> None:  # type: ignore[no-untyped-def]
+    assert next_line(shape, 3, split(text)) is state
+
+
+@pytest.mark.parametrize("text", ["3. ", "\n3. "])
+def test_an_item_may_follow_a_text_that_ends_with_a_line_break(text: str) -> None:
+    # Many tokenizers have a token for a full stop and the line breaks after it.
+    reader = DetailReader(NUMBERED)
+    ends = [reader.feed(piece) for piece in (" one", ".\n\n", "3", ".", " **")]
+
+    assert (ends[-1], reader.num_kept, reader.closing(DetailEnd.ITEM)) == (
+        DetailEnd.ITEM,
+        2,
+        ("", ""),
+    )
+    assert next_line(NUMBERED, 3, list(text), begins_line=True) is NextLine.ITEM
+    assert next_line(NUMBERED, 3, list(text)) is (
+        NextLine.ITEM if text.startswith("\n") else NextLine.OTHER
+    )
+
+
+def test_a_detail_begins_a_line_where_the_token_of_its_head_ends_one() -> None:
+    text = words("```\n3. code\n```\n\n3. ")
+
+    reader = DetailReader(NUMBERED, begins_line=True)
+    ends = [reader.feed(piece) for piece in text]
+
+    assert ends[-1] is DetailEnd.ITEM
+    assert not any(ends[:-1])
+
+
+def test_numbers_with_a_leading_zero_are_no_markers() -> None:
+    assert find(words(f"01. Head: {DETAIL}\n02. Next: {DETAIL}\n03. ")) is None

@@ -178,7 +178,8 @@ def test_an_answer_continued_by_another_engine_is_the_same(
 @given(
     shape=shapes,
     cases=st.lists(st.tuples(list_cases(PROMPT), limits), min_size=1, max_size=2),
-    stop=st.sampled_from("abx:. \n3y*"),
+    # Not a full stop: within a line that may begin an item it is dropped with the line.
+    stop=st.sampled_from("abx: \n3y*"),
 )
 def test_a_stop_token_of_the_client_ends_the_text_where_it_stands(
     model_dir: Path, shape: EngineShape, cases: list[tuple[ListCase, tuple[int, int]]], stop: str
