@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,15 @@ class Way:
     changes: tuple[tuple[Any, str, Any], ...] = ()
 
 
-def _block_that_reads_the_outline(self: ListRules, *arguments: Any) -> Any:
-    block: Any = _BLOCK
-    return block(self, *arguments[:-1], 0)
+def _block_that_reads_the_outline(self: ListRules, *arguments: Any, **numbers: Any) -> Any:
+    return _BLOCK(self, *arguments, **(numbers | {"num_skipped": 0}))
 
 
-def _block_with_ellipses(
-    self: ListRules, run: Any, number: int, seed: Any, num_generated: int, *rest: int
-) -> Any:
-    block = _BLOCK(self, run, number, seed, num_generated, *rest)
+def _block_with_ellipses(self: ListRules, run: Any, number: int, seed: Any, **numbers: Any) -> Any:
+    block = _BLOCK(self, run, number, seed, **numbers)
     detail, head = block.children
     text = " ..." + run.shape.separator + run.shape.marker.text(number + 1)
-    changed = type(head)(self.encode(text), head.header)
-    return type(block)(
-        (), (detail, changed), num_generated, run, number, block.num_read, block.num_skipped
-    )
+    return replace(block, children=(detail, replace(head, seed=self.encode(text))))
 
 
 _BLOCK = ListRules.block

@@ -100,8 +100,10 @@ class Client:
                 context = [*first, *header] if header else [*prompt, *text]
                 detail, closing = self._detail(opened.shape, context)
                 text += detail
-                probe, goes_on = self._probe(opened.shape, [*prompt, *text])
                 number += 1
+                begins_line = len(closing) < len(opened.shape.separator)
+                next_line = NextLineReader(opened.shape, number, begins_line=begins_line)
+                probe, goes_on = self._probe(next_line, [*prompt, *text])
                 marker = opened.shape.marker.text(number)
                 outline += self._ids(opened.shape.separator + marker)
                 head = self._head(opened.shape, [*prompt, *outline]) if goes_on else None
@@ -136,8 +138,8 @@ class Client:
         tokens, _ = self._until(context, shows)
         return tokens if states and states[0] is HeadState.ENDED else None
 
-    def _probe(self, shape: Any, context: Sequence[int]) -> tuple[list[int], bool]:
-        reader, states = NextLineReader(shape), list[Any]()
+    def _probe(self, reader: NextLineReader, context: Sequence[int]) -> tuple[list[int], bool]:
+        states = list[Any]()
 
         def shows(piece: str) -> bool:
             states[:] = [reader.feed(piece)]
