@@ -6,9 +6,35 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from tests.fakes.block_scripts import END, tokens
+from tests.fakes.block_scripts import END, CharacterTokenizer
 
 FIRST_DETAIL = "the very first detail of them all"
+
+
+class MergingTokenizer(CharacterTokenizer):
+    """Has tokens of several characters, as those of real models."""
+
+    MERGES = (".\n\n", ".\n", "\n\n", ":**", " **", "**:", " -", "x:")
+    FIRST_ID = 60
+
+    def encode(self, text: str, **options: bool) -> list[int]:
+        found: list[int] = []
+        while text:
+            merge = next((each for each in self.MERGES if text.startswith(each)), None)
+            if merge is None:
+                found += super().encode(text[0])
+            else:
+                found.append(self.FIRST_ID + self.MERGES.index(merge))
+            text = text[len(merge or text[0]) :]
+        return found
+
+    def get_vocab(self) -> dict[str, int]:
+        merged = {text: self.FIRST_ID + index for index, text in enumerate(self.MERGES)}
+        return super().get_vocab() | merged
+
+    def _text(self, token_id: int) -> str:
+        index = token_id - self.FIRST_ID
+        return self.MERGES[index] if 0 <= index < len(self.MERGES) else super()._text(token_id)
 
 
 @dataclass(frozen=True)
@@ -49,14 +75,19 @@ class ListCase:
 
 
 @st.composite
-def list_cases(draw: st.DrawFn, prompt: list[int]) -> ListCase:
+def list_cases(draw: st.DrawFn, prompt: list[int], tokenizer: CharacterTokenizer) -> ListCase:
     """Draw a list in any style, with items of any length after its end."""
+
+    def tokens(text: str, *, ends: bool = False) -> list[int]:
+        return [*tokenizer.encode(text), *([END] if ends else [])]
+
     style = STYLES[draw(st.sampled_from(sorted(STYLES)))]
     letters = st.text("abcdefgh ", max_size=12).map(lambda text: f"x{text}x")
     first_number = draw(st.sampled_from([1, 1, 4])) + 1
     opening = draw(letters) + "\n\n"
     first = opening + style.item(first_number - 1, draw(letters))
-    first += style.detail.format(words=FIRST_DETAIL) + style.separator
+    stop = draw(st.sampled_from(["", "."]))
+    first += style.detail.format(words=FIRST_DETAIL + stop) + style.separator
     root = first + style.item(first_number, draw(letters))
     case = ListCase({}, root)
     case.contexts["", 0] = prompt
@@ -71,10 +102,16 @@ def list_cases(draw: st.DrawFn, prompt: list[int]) -> ListCase:
         number = first_number + index
         marker = style.marker.format(number=number + 1)
         words = style.detail.format(words=draw(letters))
-        words += draw(st.sampled_from(["", "\n   - nested", "\n   1. a: b"]))
+        words += draw(st.sampled_from(["", ".", "\n   - nested", "\n   1. a: b"]))
         any_marker = style.marker.format(number=draw(st.integers(1, 99)))
         after = draw(st.sampled_from([f"{style.separator}{any_marker} ", "", "\n\no"]))
         case.script[f"{path}0"] = tokens(words + after, ends=not after)
+        # The line breaks of a token that is kept as a whole are a part of the detail.
+        line_breaks = after[: len(after) - len(after.lstrip("\n"))] if words.endswith(".") else ""
+        if not isinstance(tokenizer, MergingTokenizer):
+            line_breaks = ""
+        separator = style.separator[len(line_breaks) :]
+        words += line_breaks
         case.contexts[f"{path}0", 0] = detail_context
         case.contexts[f"{path}1", 0] = [
             *prompt, *tokens(root + heads + style.separator + marker)
@@ -91,11 +128,11 @@ def list_cases(draw: st.DrawFn, prompt: list[int]) -> ListCase:
         else:
             case.script[f"{path}1"] = tokens(draw(st.sampled_from(["", " z"])), ends=True)
         if is_text and index < num_begun:
-            generated += tokens(f"{style.separator}{marker} ")
-            case.text += style.separator + marker + head
+            generated += tokens(f"{separator}{marker} ")
+            case.text += separator + marker + head
         path += "1."
     if begins_failed:
-        probe = f"{style.separator}{marker} "
+        probe = f"{separator}{marker} "
         generated += tokens(probe)
         case.text += probe
         case.contexts["", len(generated)] = [*prompt, *tokens(case.text)]

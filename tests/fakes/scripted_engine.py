@@ -42,7 +42,7 @@ from apar_core.scheduler.fork_settings import CONFIG_KEY
 from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.step_time import StepClock
 from apar_core.tree.thread_names import thread_request_id
-from tests.fakes.block_scripts import TOKENIZER
+from tests.fakes.block_scripts import TOKENIZER, CharacterTokenizer
 
 FORK, CHILD, END = 1, 2, 3
 FIRST_TEXT_ID = 10
@@ -102,8 +102,14 @@ class _Step:
 class ScriptedEngine:
     """Runs requests to their end and keeps their trees."""
 
-    def __init__(self, shape: EngineShape, model_dir: Path) -> None:
+    def __init__(
+        self,
+        shape: EngineShape,
+        model_dir: Path,
+        tokenizer: CharacterTokenizer = TOKENIZER,
+    ) -> None:
         self.shape = shape
+        self.tokenizer = tokenizer
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(shape.block_size, sha256)
         self.scheduler: ForkMixin = _build_scheduler(shape, model_dir)
@@ -112,7 +118,7 @@ class ScriptedEngine:
         self.step_s: Callable[[int], float] = lambda rows: 0.001
         self.scheduler.step_clock = StepClock(lambda: self.now_s)
         self.scheduler.held = HeldOutputs(shape.output_interval_s, lambda: self.now_s)
-        self.scheduler.joins._load_tokenizer = lambda: TOKENIZER
+        self.scheduler.joins._load_tokenizer = lambda: tokenizer
         self.threads: dict[str, RequestThreads] = {}
         self.followers: dict[str, RequestFollower] = {}
         self.finish_reasons: dict[str, str] = {}
@@ -171,7 +177,7 @@ class ScriptedEngine:
         if parameters.blocks is None:
             threads = RequestThreads(request_id, parameters, None, follower)
         else:
-            rules = block_rules(parameters.blocks, TOKENIZER)
+            rules = block_rules(parameters.blocks, self.tokenizer)
             threads = (
                 ListThreads(request_id, parameters, rules, prompt, follower, max_tokens=max_tokens)
                 if isinstance(rules, ListRules)
@@ -184,10 +190,10 @@ class ScriptedEngine:
 
     def _replay(self, request: Request, journal: Journal) -> bool:
         """Like `ForkOutputProcessor.replay`: return whether the engine must continue."""
-        journal = completed(request, journal, self.shape.max_model_len, TOKENIZER)
+        journal = completed(request, journal, self.shape.max_model_len, self.tokenizer)
         follower = self.followers[request.request_id]
         follower.replay(begins=True)
-        for output in outputs_so_far(request, journal, TOKENIZER):
+        for output in outputs_so_far(request, journal, self.tokenizer):
             self._feed(output)
         follower.replay(begins=False)
         for delta in journal:
