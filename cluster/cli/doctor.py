@@ -334,7 +334,8 @@ def describe(report: CheckpointReport) -> list[Finding]:
 def _format(report: CheckpointReport) -> list[Finding]:
     """Return what is known of the checkpoint's format, and whether it forks."""
     if report.found is None or report.resolved is None:
-        forks = Finding("forks", "no: an ordinary model, served without forks")
+        value = "no: an ordinary model, served without forks unless it has `parallel_format: lists`"
+        forks = Finding("forks", value)
         if report.refused is None:
             return [forks]
         value = f"{report.refused}, which is not served: {REFUSED[report.refused]}"
@@ -343,6 +344,10 @@ def _format(report: CheckpointReport) -> list[Finding]:
     does = "continues" if definition.parent == "continues" else "waits for its children"
     value = f"{definition.name}, by its {report.found.source} (tier {definition.tier}: "
     tokens = ", ".join(f"{text} {token}" for token, text in sorted(report.resolved.texts.items()))
+    if definition.items is not None:
+        value = f"{definition.name}, by its {report.found.source}"
+        answer = "yes: at the items of lists, without trained tokens"
+        return [Finding("format", value), Finding("forks", answer)]
     kind = "an APAR checkpoint" if definition.name.startswith("apar") else definition.name
     answer = f"yes, {kind}: {tokens or 'its markers are ordinary text'}"
     return [Finding("format", f"{value}the parent {does})"), Finding("forks", answer)]

@@ -28,6 +28,7 @@ from tests.fakes.apar_command import apar
 from tests.fakes.small_tokenizers import byte_level_tokenizer
 
 GIB = 2**30
+WITHOUT_FORKS = "no: an ordinary model, served without forks unless it has `parallel_format: lists`"
 
 
 def test_the_embedded_model_is_an_apar_checkpoint() -> None:
@@ -103,14 +104,14 @@ def test_an_ordinary_model_is_no_problem() -> None:
 
     assert Finding("weights", "not on this machine") in findings
     assert Finding("parameters", "unknown") in findings
-    assert findings[-1] == Finding("forks", "no: an ordinary model, served without forks")
+    assert findings[-1] == Finding("forks", WITHOUT_FORKS)
 
 
 def test_a_refused_format_is_named_with_the_reason() -> None:
     findings = describe(replace(ORDINARY, refused="multiverse"))
 
     assert findings[-2].value.startswith("multiverse, which is not served: it continues after")
-    assert findings[-1].value == "no: an ordinary model, served without forks"
+    assert findings[-1].value == WITHOUT_FORKS
 
 
 def test_a_checkpoint_shows_its_format_and_how_it_was_found() -> None:
@@ -125,6 +126,13 @@ def test_a_checkpoint_shows_its_format_and_how_it_was_found() -> None:
     assert shown.value == "hpd-parsing, by its tokens (tier 1: the parent continues)"
     fork_id, child_id = (tokenizer.get_vocab()[text] for text in tokens)
     assert forks.value == f"yes, hpd-parsing: <FORK> {fork_id}, <CHILD> {child_id}"
+
+
+def test_any_model_forks_at_its_lists() -> None:
+    *_, shown, forks = check_checkpoint("apar-tiny", "lists")
+
+    assert shown.value == "lists, by its configuration"
+    assert forks.value == "yes: at the items of lists, without trained tokens"
 
 
 @pytest.mark.parametrize(
