@@ -50,7 +50,7 @@ def test_serve_takes_the_build_that_fits_the_machine(
 
 
 def test_an_environment_is_set_up_also_where_the_model_cannot_be_fetched(tmp_path: Path) -> None:
-    status, said = commands_of(tmp_path, "exit 9", "venv", "DEVICE=cpu")
+    status, said = commands_of(tmp_path, "exit 9", "--always-make", "venv", "DEVICE=cpu")
 
     assert status == 0, said
     *_, fetched, once = said.splitlines()

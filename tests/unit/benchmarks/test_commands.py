@@ -10,6 +10,7 @@ COMMANDS = {
     "decoding",
     "decoders",
     "family-grouping",
+    "lists",
     "metrics",
     "prompt-chain",
     "serving",

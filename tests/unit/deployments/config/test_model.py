@@ -216,7 +216,7 @@ def test_a_missing_folder_of_prompt_tokens_is_named(tmp_path: Path) -> None:
     [
         ("multiverse", "parallel_format.*'multiverse' cannot be served: it continues after"),
         ("mine", "parallel_format.*unknown format 'mine'; known: apar, apar-released"),
-        ({"name": "mine"}, "parallel_format.trigger.*Field required"),
+        ({"name": "mine"}, "parallel_format.parent.*Field required"),
     ],
 )
 def test_a_format_that_cannot_be_served_is_refused(value: object, message: str) -> None:
