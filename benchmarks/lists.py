@@ -145,8 +145,8 @@ def run(
     tables = [table, _speeds(answers, with_list[:speed_questions], requests, repeats, console)]
     facts = {
         "Answers": f"{len(questions)}, greedy, at most {max_tokens} tokens; {len(with_list)} fork",
-        "Without a list": f"{same} of {len(others)} have the same text as in one thread; with other "
-        f"batches and no format, {same_again} have",
+        "Without a list": f"{same} of {len(others)} have the same text as in one thread; without "
+        f"the format but with other batches, {same_again} have",
     }
     return Report("Lists written in parallel", facts, tables, {}, {})
 
