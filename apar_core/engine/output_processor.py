@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from apar_core.engine.thread_outputs import (
 from apar_core.engine.thread_tags import Decoder, ThreadTags
 from apar_core.fork_parameters import ForkParameters, may_be_held
 from apar_core.formats.lists import ListRules
+from apar_core.formats.resolved_format import token_texts
 from apar_core.formats.rules import block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.constraints import constraint_error, failed_constraint
@@ -421,13 +422,7 @@ def _separator(tokenizer: Any) -> Separator[TextToken]:
     It inserts a line break before a detail and an empty line before the next paragraph, unless
     there is white space already.
     """
-
-    @lru_cache(maxsize=65536)
-    def text_of(token_id: int) -> str:
-        # After a letter, so that a leading space of the token is not stripped.
-        prefix: list[int] = tokenizer.encode("a", add_special_tokens=False)
-        return str(tokenizer.decode([*prefix, token_id]))[len(str(tokenizer.decode(prefix))) :]
-
+    text_of = token_texts(tokenizer)
     breaks = {edge: _token_ids(tokenizer, text) for edge, text in _LINE_BREAK.items()}
 
     def separator(previous: TextToken, following: TextToken, edge: Edge) -> Sequence[TextToken]:

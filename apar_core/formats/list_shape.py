@@ -1,10 +1,9 @@
 """Where an ordinary list can be written in parallel: after the heads of its items.
 
-Readers of text that grows piece by piece (a piece is the text of one token): `ListFinder` finds the
-head of a list's second item, `HeadReader` the end of a later head, `DetailReader` the end of an
-item's detail, `NextLineReader` whether another item follows. They take time linear in the text, and
-give the same result for any split of it into pieces, as far as a piece can be kept or not as a
-whole.
+Four readers of text that grows piece by piece; a piece is the text of one token. `ListFinder` finds
+the head of a list's second item, and `HeadReader` the end of a later head. `DetailReader` finds the
+end of an item's detail. `NextLineReader` tells whether another item follows. They take time linear
+in the text. Any split of it into pieces gives the same result, but a piece is kept as a whole.
 
 A list is found only if its first item has a head and a detail. Code, tables, quotes, thoughts and
 nested lists are never read as items.

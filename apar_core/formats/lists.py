@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from apar_core.errors import CheckpointError
@@ -33,9 +33,8 @@ from apar_core.formats.list_shape import (
     NextLineReader,
 )
 from apar_core.formats.parallel_format import ListItems, ParallelFormat
-from apar_core.formats.resolved_format import encode_behind
+from apar_core.formats.resolved_format import encode_behind, token_texts
 
-_CONTEXT = "a"
 _THOUGHT_TOKENS = 16
 
 
@@ -93,8 +92,9 @@ class ListRun:
 class ListBlock(OpenBlock):
     """The detail of an item and the head of the next.
 
-    num_read: tokens between the last join of the root and the end of the item's head, on the path
-        of the thread that has opened the block. num_skipped: those that the detail does not read.
+    num_read: tokens from the last join of the root to the end of the item's head, on the path of
+        the thread that has opened the block.
+    num_skipped: those that the detail does not read.
     ends_line: whether the head ends its line.
     """
 
@@ -124,7 +124,6 @@ class NextItem:
 class ListEnd:
     """The root has continued with anything else: the list ends with item `number`."""
 
-    run: ListRun
     number: int
 
 
@@ -266,7 +265,7 @@ class RootThread:
             self._next_line = None
             return NextItem(run)
         self._leave_list()
-        return ListEnd(run, run.number)
+        return ListEnd(run.number)
 
     def _begin_probe(self, run: ListRun) -> None:
         """Begin to read what the root writes after an item."""
@@ -323,15 +322,7 @@ class ListRules:
         # of a list, of which there are few at a time.
         self.work_factor = 2 + self.items.ahead
         self._tokenizer = tokenizer
-        context = tokenizer.encode(_CONTEXT, add_special_tokens=False)
-        before = str(tokenizer.decode(context))
-
-        @cache
-        def text_of(token_id: int) -> str:
-            # After a letter, so that a leading space of the token is not stripped.
-            return str(tokenizer.decode([*context, token_id]))[len(before) :]
-
-        self.text_of = text_of
+        self.text_of = token_texts(tokenizer)
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def encode(self, text: str) -> tuple[int, ...]:
@@ -367,7 +358,7 @@ class ListRules:
     ) -> ListBlock:
         """Return the block that opens after an item's head."""
         marker = run.shape.marker.text(number + 1)
-        head = BlockChild(self.encode(run.shape.separator + marker), self.encode(marker))
+        head = BlockChild(self.encode(run.shape.separator + marker), ())
         children = (BlockChild(detail_seed, ()), head)
         return ListBlock((), children, num_generated, run, number, num_read, num_skipped, ends_line)
 

@@ -6,8 +6,9 @@ token ids without a message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from string import Formatter
 from typing import Annotated, Any, Literal
 
@@ -283,6 +284,19 @@ def encode_behind(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     if text and not _spell(token_ids, text, tokenizer):
         raise CheckpointError(f"the tokenizer cannot spell {text!r} after other text")
     return tuple(token_ids)
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """Return a function that gives the text of one token after other text."""
+    context = tokenizer.encode(_CONTEXT, add_special_tokens=False)
+    # After a letter, so that a leading space of the token is not stripped.
+    num_before = len(str(tokenizer.decode(context)))
+
+    @lru_cache(maxsize=65536)
+    def text_of(token_id: int) -> str:
+        return str(tokenizer.decode([*context, token_id]))[num_before:]
+
+    return text_of
 
 
 def _closest_ids(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -35,7 +35,7 @@ from apar_core.scheduler.thread_requests import (
     resumed_thread,
 )
 from apar_core.scheduler.thread_table import JoiningGroup, TextPlace, ThreadTable, WaitingParent
-from apar_core.tree.thread_names import thread_request_id
+from apar_core.tree.thread_names import child_request_id, thread_request_id
 from apar_core.vllm_names import FinishReason, Request, RequestStatus, SchedulerOutput
 
 Group = JoiningGroup[Request]
@@ -129,24 +129,43 @@ class Joins:
         for child in block.children:
             child_id, ordinal = group.next_child(parent.request_id)
             waiting.child_ids.append(child_id)
-            num_tokens = num_inherited + len(child.seed)
-            if num_tokens >= scheduler.max_model_len or not group.may_fork():
-                scheduler.refuse(group, parent.client_index, child_id)
-                waiting.texts[child_id] = ()
-                continue
-            request = build_thread_request(
-                parent,
-                request_id=child_id,
-                ordinal=ordinal,
-                num_inherited=num_inherited,
-                seed=child.seed,
-                max_tokens=group.remaining_tokens,
+            request = self._build_child(
+                group, parent, ordinal, num_inherited, child.seed, group.remaining_tokens
             )
-            group.num_forks += 1
-            group.places[child_id] = TextPlace(num_tokens, num_tokens)
-            scheduler.block_sharing.share(parent, request, num_inherited)
-            scheduler.admission.wait(group, request)
+            if request is None:
+                waiting.texts[child_id] = ()
+            else:
+                scheduler.admission.wait(group, request)
         self._pausing.append((group, waiting))
+
+    def _build_child(
+        self,
+        group: Group,
+        parent: Request,
+        ordinal: int,
+        num_inherited: int,
+        seed: Sequence[int],
+        max_tokens: int,
+    ) -> Request | None:
+        """Return a child that has its place and shares its parent's blocks; None if refused."""
+        scheduler = self._scheduler
+        child_id = child_request_id(parent.request_id, ordinal)
+        num_tokens = num_inherited + len(seed)
+        if num_tokens >= scheduler.max_model_len or not group.may_fork():
+            scheduler.refuse(group, parent.client_index, child_id)
+            return None
+        request = build_thread_request(
+            parent,
+            request_id=child_id,
+            ordinal=ordinal,
+            num_inherited=num_inherited,
+            seed=seed,
+            max_tokens=max_tokens,
+        )
+        group.num_forks += 1
+        group.places[child_id] = TextPlace(num_tokens, num_tokens)
+        scheduler.block_sharing.share(parent, request, num_inherited)
+        return request
 
     def pauses(self, group: Group, request: Request) -> bool:
         """Return whether an engine request ends because its thread waits."""

@@ -23,11 +23,7 @@ from apar_core.journal import Journal
 from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.joins import Group, JoiningScheduler, Joins, Waiting
 from apar_core.scheduler.list_journal import rebuilt_lists, stop_ids_of
-from apar_core.scheduler.thread_requests import (
-    build_continuation,
-    build_thread_request,
-    resumed_thread,
-)
+from apar_core.scheduler.thread_requests import build_continuation, resumed_thread
 from apar_core.scheduler.thread_table import ListGroup, TextPlace, WaitingParent
 from apar_core.tree.thread_names import thread_request_id
 from apar_core.vllm_names import FinishReason, Request, RequestStatus
@@ -114,7 +110,6 @@ class Lists(Joins):
 
     def _open_item(self, group: ListGroup[Request], parent: Request, block: ListBlock) -> None:
         """Build the threads of an item's detail and of the next head."""
-        scheduler = self._scheduler
         segment_start = group.places[parent.request_id].segment_start
         readers = group.rules.child_readers(block)
         for child, num_inherited, reader in zip(
@@ -123,27 +118,17 @@ class Lists(Joins):
             child_id, ordinal = group.next_child(parent.request_id)
             if isinstance(reader, HeadThread):
                 group.heads[reader.number] = child_id
-            num_tokens = num_inherited + len(child.seed)
-            if num_tokens >= scheduler.max_model_len or not group.may_fork():
-                scheduler.refuse(group, parent.client_index, child_id)
+            request = self._build_child(
+                group, parent, ordinal, num_inherited, child.seed, _max_tokens(group)
+            )
+            if request is None:
                 reader.ends(())
                 continue
-            request = build_thread_request(
-                parent,
-                request_id=child_id,
-                ordinal=ordinal,
-                num_inherited=num_inherited,
-                seed=child.seed,
-                max_tokens=_max_tokens(group),
-            )
-            group.num_forks += 1
-            group.places[child_id] = TextPlace(num_tokens, num_tokens)
             group.readers[child_id] = reader
-            scheduler.block_sharing.share(parent, request, num_inherited)
             if group.rules.is_ahead(reader):
                 group.ahead[child_id] = request
             else:
-                scheduler.admission.wait(group, request)
+                self._scheduler.admission.wait(group, request)
 
     def _start_next_heads(self, group: ListGroup[Request]) -> None:
         for child_id, child in list(group.ahead.items()):

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import BlockRules, OpenBlock
+from apar_core.formats.blocks import OpenBlock
 from apar_core.formats.lists import ListReader, ListRules
 from apar_core.formats.rules import JoinRules
 from apar_core.tree.thread_names import child_request_id
@@ -207,7 +207,7 @@ class JoiningGroup(ThreadGroup[Child]):
     num_joining: parents whose children have all ended, and which continue at the end of the step.
     """
 
-    rules: BlockRules | ListRules
+    rules: JoinRules
     prompt: Sequence[int] = ()
     places: dict[str, TextPlace] = field(default_factory=dict)
     waiting: dict[str, WaitingParent[Child]] = field(default_factory=dict)
