@@ -38,8 +38,8 @@ class AdmissionCounters:
 
     accepted: started in the step of their fork.
     delayed: had to wait, by their first reason; they start later unless their request ends before.
-    refused: opened no thread, as their request had used up its forks or its tokens, or the context
-        was full.
+    refused: opened no thread, as their request had used up its forks or its tokens, the context was
+        full, or the threads of a list would have lowered the throughput.
     """
 
     accepted: int = 0

@@ -25,6 +25,12 @@ class ForkPolicy(Protocol):
         `extra_saved`: tokens that are not read once more, because its siblings read them too.
         """
 
+    def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
+        """Return whether one more row raises the throughput, if only a share of it is text.
+
+        `attended`: the tokens that the row attends to.
+        """
+
     def observe(self, batch: StepBatch, seconds: float) -> None:
         """Learn from the duration of an engine step."""
 
@@ -33,6 +39,10 @@ class EagerPolicy:
     """Start every fork at once, as far as the limits on threads allow."""
 
     def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
+        """Return True."""
+        return True
+
+    def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
         """Return True."""
         return True
 
@@ -63,6 +73,17 @@ class AdaptivePolicy:
         if grown.rows > max(2 * self.learned.largest_rows, 8):
             return False
         return self.learned.predict_s(grown) + self.learned.usual_error_s <= self.token_time_s
+
+    def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
+        """Return whether the step is predicted to grow by less than the text that it gives.
+
+        A row of `batch` gives one token of text, the additional row `useful_share` of one.
+        """
+        if not self.learned.is_ready or batch.rows == 0:
+            return True
+        grown = batch.grown(rows=1, attended_tokens=attended)
+        growth = self.learned.predict_s(grown) / self.learned.predict_s(batch)
+        return growth <= 1 + useful_share / batch.rows
 
     def observe(self, batch: StepBatch, seconds: float) -> None:
         """Learn the costs of the step."""

@@ -470,13 +470,7 @@ class ForkMixin(Scheduler):
     def _start_waiting_forks(self) -> None:
         """Start the children that limits and policy admit now; the others wait for a later step."""
         if self.admission.queue.first() is not None:
-            rows = min(len(self.running) + self.gate.num_ready, self.max_num_running_reqs)
-            # The coming batch as far as it is known, without prompts.
-            attended = saved = 0
-            if self._counts_attended:
-                attended = sum(r.num_tokens for r in self.running)
-                saved = self.family_reads.saved_tokens(self.running)
-            batch = StepBatch(rows, attended, saved_tokens=saved)
+            batch = self.coming_batch()
             num_saved = self._saved_by_child
             while taken := self.admission.next(
                 len(self.requests) - self.gate.num_held, batch, num_saved
@@ -488,6 +482,15 @@ class ForkMixin(Scheduler):
                     rows=1, attended_tokens=child.num_prompt_tokens, saved_tokens=saved
                 )
         self.admission.settle()
+
+    def coming_batch(self) -> StepBatch:
+        """Return the next step's batch as far as it is known, without prompts."""
+        rows = min(len(self.running) + self.gate.num_ready, self.max_num_running_reqs)
+        attended = saved = 0
+        if self._counts_attended:
+            attended = sum(request.num_tokens for request in self.running)
+            saved = self.family_reads.saved_tokens(self.running)
+        return StepBatch(rows, attended, saved_tokens=saved)
 
     def _saved_by_child(self, group: ThreadGroup[Request], child: Request) -> int:
         """Return the tokens that a child attends to and its running siblings read for it."""

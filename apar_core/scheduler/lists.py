@@ -25,9 +25,16 @@ from apar_core.scheduler.joins import Group, JoiningScheduler, Joins, Waiting
 from apar_core.scheduler.list_journal import rebuilt_lists, stop_ids_of
 from apar_core.scheduler.thread_requests import build_continuation, resumed_thread
 from apar_core.scheduler.thread_table import ListGroup, TextPlace, WaitingParent
+from apar_core.step_costs.costs import StepBatch
 from apar_core.tree.thread_names import thread_request_id
 from apar_core.vllm_names import FinishReason, Request, RequestStatus
 
+USEFUL_SHARE = 0.4
+"""Of the tokens that the threads of a list compute, those that one thread would compute too.
+
+The others are discarded, or computed once more when the root continues after an item. Counted in
+virtual time on recorded answers (docs/lists.md).
+"""
 _ITEM = "item"
 _NO_BLOCK = OpenBlock((), (), None)
 
@@ -36,6 +43,9 @@ class ListScheduler(JoiningScheduler, Protocol):
     """The part of the scheduler that `Lists` uses."""
 
     held: HeldOutputs
+
+    def coming_batch(self) -> StepBatch:
+        """Return the next step's batch as far as it is known."""
 
     def take_token(self, thread: Request, token_id: int, is_stale: bool) -> tuple[list[int], bool]:
         """Let vLLM take one token of a thread; return it, and whether the thread has ended."""
@@ -70,7 +80,7 @@ class Lists(Joins):
         """
         reader = group.readers[thread.request_id]
         taken: list[int] = []
-        for token_id in token_ids:
+        for index, token_id in enumerate(token_ids, 1):
             # One by one: what a token shows depends on whether vLLM ends the thread with it.
             new, stopped = self._scheduler.take_token(thread, token_id, is_stale)
             taken += new
@@ -86,6 +96,9 @@ class Lists(Joins):
             if mark is True:
                 thread.status = RequestStatus.FINISHED_STOPPED
                 return taken, True
+            is_last = index == len(token_ids)
+            if isinstance(mark, ListBlock) and is_last and self._declines(group, thread, mark):
+                return taken, False
             if isinstance(mark, ListBlock | NextItem):
                 return taken, self._open(group, thread, mark)
         return taken, False
@@ -106,6 +119,27 @@ class Lists(Joins):
             self._pausing.append((group, waiting))
             return False
         thread.status = RequestStatus.FINISHED_STOPPED
+        return True
+
+    def _declines(self, group: ListGroup[Request], thread: Request, block: ListBlock) -> bool:
+        """Let the root write a list itself where its threads would lower the throughput.
+
+        The threads of the list count as refused, and the root continues at once.
+        """
+        if thread.request_id != group.root_id:
+            return False
+        scheduler, place = self._scheduler, group.places[group.root_id]
+        detail, _ = block.inherited(place.segment_start)
+        batch = scheduler.coming_batch()
+        if scheduler.admission.policy.pays(batch, attended=detail, useful_share=USEFUL_SHARE):
+            return False
+        scheduler.held.release(group.root_id)
+        for reader in group.rules.child_readers(block):
+            child_id, _ = group.next_child(group.root_id)
+            scheduler.refuse(group, thread.client_index, child_id)
+            reader.ends(())
+        place.segment_start = thread.num_tokens
+        group.heads = {}
         return True
 
     def _open_item(self, group: ListGroup[Request], parent: Request, block: ListBlock) -> None:
@@ -216,14 +250,13 @@ class Lists(Joins):
         if not run.item(run.number).failed:
             num_kept = place.segment_start + lists.num_kept
             item_ids = lists.rules.item_tokens(run, run.number)
+            place.segment_start = num_kept + len(item_ids)
             self._discard(lists, parent.num_tokens - num_kept)
         sequence = [*parent.all_token_ids[:num_kept], *item_ids]
         if len(sequence) >= scheduler.max_model_len:
             self._end_list(lists, run.number, parent.client_index)
             scheduler.end_waiting(group, parent, FinishReason.LENGTH)
             return
-        if item_ids:
-            place.segment_start = len(sequence)
         continuation = build_continuation(
             parent,
             sequence,

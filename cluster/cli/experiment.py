@@ -132,7 +132,7 @@ Methods = Annotated[
     list_option(
         help=f"Methods to compare: {', '.join(METHODS)}.",
         choices=tuple(METHODS),
-        default=f"{_default('methods')}; peers all",
+        default=f"{_default('methods')}; peers all but lists",
     ),
 ]
 Workers = Annotated[

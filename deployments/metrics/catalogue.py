@@ -84,7 +84,7 @@ FORKS = _counter(
     _REPLICA
     | {
         "outcome": "accepted at once; delayed by a cap and started later; refused because of a "
-        "limit of the request or the model's context"
+        "limit of the request or the model's context, or where a list would lower the throughput"
     },
     "Forks requested by models, by outcome.",
 )

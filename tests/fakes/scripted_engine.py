@@ -41,7 +41,7 @@ from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, Fo
 from apar_core.scheduler.fork_settings import CONFIG_KEY
 from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.step_time import StepClock
-from apar_core.tree.thread_names import thread_request_id
+from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from tests.fakes.block_scripts import TOKENIZER, CharacterTokenizer
 
 FORK, CHILD, END = 1, 2, 3
@@ -50,6 +50,8 @@ VOCABULARY_SIZE = 4096
 
 Script = Mapping[str, list[int]]
 """Tokens of each thread, by its replay key."""
+Model = Callable[[ThreadPath, list[int]], list[int]]
+"""Returns the tokens of a thread from its path and the prompt of its engine request."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class ScriptedEngine:
         self.followers: dict[str, RequestFollower] = {}
         self.finish_reasons: dict[str, str] = {}
         self.texts: dict[str, list[int]] = {}
-        self._scripts: dict[str, Script] = {}
+        self._scripts: dict[str, Script | Model] = {}
         # By engine request: a thread that waited for its children has another one afterwards.
         self._generated: dict[tuple[str, int], list[int]] = {}
         # What each engine request began with.
@@ -144,7 +146,7 @@ class ScriptedEngine:
         self,
         request_id: str,
         prompt: list[int],
-        script: Script,
+        script: Script | Model,
         *,
         max_tokens: int = 200,
         parameters: ForkParameters | None = None,
@@ -325,9 +327,14 @@ class ScriptedEngine:
         assert request.sampling_params is not None
         parameters = ForkParameters.from_extra_args(request.sampling_params.extra_args)
         assert parameters is not None
-        script = self._scripts[root_id][".".join(map(str, parameters.thread_path))]
+        path, scripts = parameters.thread_path, self._scripts[root_id]
         generated = self._generated.setdefault(_engine_request(request), [])
         begin = self._resumed_at.get(request.request_id, 0) + parameters.num_generated
+        if callable(scripts):
+            script = scripts(path, list(request.prompt_token_ids or ()))
+            begin = begin if path else 0
+        else:
+            script = scripts[".".join(map(str, path))]
         index = begin + len(generated)
         # A thread scheduled ahead of its own end token may get any token.
         token_id = script[index] if index < len(script) else END

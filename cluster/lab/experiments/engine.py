@@ -9,11 +9,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from apar_core.errors import EngineError, EvaluationError
+from apar_core.formats.lists import ListRules
+from apar_core.formats.shipped_formats import LISTS
 from apar_core.scheduler.fork_admission import AdmissionCounters
 from apar_core.scheduler.fork_policy import build_policy
 from apar_core.scheduler.step_time import StepClock
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from apar_core.step_costs.costs import StepCosts
     from cluster.lab.experiments.program import Submission
     from cluster.lab.experiments.settings import ExperimentSettings
+    from cluster.loadtest.replay_answers import AnswerText
 
 _MAX_ROWS = 1024
 # Other methods' prompts are longer than the answer's own.
@@ -56,7 +60,7 @@ class StepCounts:
     """Counts of the engine since the start of a run.
 
     rows: scheduled sequences, summed over the steps.
-    text_tokens: generated tokens without control and end tokens.
+    text_tokens: generated tokens without control, end and discarded tokens.
     computed_tokens: tokens that went through the model.
     sequences: requests and forked threads.
     peak_kv_tokens: largest token capacity of held blocks.
@@ -227,8 +231,11 @@ class ExperimentEngine:
             return step
 
         def counted_update(*args: Any, **kwargs: Any) -> Any:
+            joins = scheduler.block_sharing.join_counters
+            discarded = joins.discarded_tokens
             outputs = update(*args, **kwargs)
             hidden = self._hidden
+            self.counts.text_tokens -= joins.discarded_tokens - discarded
             self.counts.text_tokens += sum(
                 token_id not in hidden
                 for client_outputs in outputs.values()
@@ -245,13 +252,22 @@ class ExperimentEngine:
         call_at_preemption(scheduler, count_preemption)
 
 
-def open_engine(settings: ExperimentSettings, model: str) -> ExperimentEngine:
+def open_engine(
+    settings: ExperimentSettings, model: str, parallel_format: str | None = None
+) -> ExperimentEngine:
     """Return an engine for a model, with a KV cache large enough for each of its runs.
 
-    Raises EvaluationError if the model has no control tokens.
+    `parallel_format` replaces that of the checkpoint's tokens, in virtual time. Raises
+    EvaluationError if a model without it has no control tokens.
     """
-    engine = (_virtual_engine if settings.is_virtual else _real_engine)(settings, model)
+    engine: OfflineEngine
+    if settings.is_virtual:
+        engine = _virtual_engine(settings, model, parallel_format)
+    else:
+        engine = _real_engine(settings, model)
     try:
+        if parallel_format is not None:
+            return ExperimentEngine(engine, (engine.tokenizer.eos_token_id,))
         return ExperimentEngine(engine, hidden_ids(engine, model))
     except EvaluationError:
         engine.shutdown()
@@ -266,15 +282,29 @@ def hidden_ids(engine: OfflineEngine, model: str) -> tuple[int, int, int]:
     return control.fork_id, control.child_id, engine.tokenizer.eos_token_id
 
 
-def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentEngine) -> Workload:
-    """Return the questions of a trace, by its name, as tokens of an engine."""
+def load_questions(
+    settings: ExperimentSettings,
+    trace: str,
+    engine: ExperimentEngine,
+    parallel_format: str | None = None,
+) -> Workload:
+    """Return the questions of a trace, by its name, as tokens of an engine with this format."""
     # These import transformers, which takes seconds.
-    from apar_core.offline.evaluation.replay_text import load_text
+    from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
     from cluster.lab.virtual.text import virtual_text
 
     offline = engine.engine
     tokenizer = offline.tokenizer
-    text = virtual_text() if settings.is_virtual else load_text(tokenizer.name_or_path)
+    list_rules: ListRules | None = None
+    text: AnswerText
+    if parallel_format is not None:
+        # The format reads text, so the engine has all of Llama's vocabulary.
+        list_rules = ListRules(LISTS, tokenizer)
+        text = load_text(LLAMA_TOKENIZER)
+    elif settings.is_virtual:
+        text = virtual_text()
+    else:
+        text = load_text(tokenizer.name_or_path)
     tokens = text.tokens
     return load_workload(
         settings.traces[trace],
@@ -285,21 +315,29 @@ def load_questions(settings: ExperimentSettings, trace: str, engine: ExperimentE
         max_tokens=settings.max_tokens,
         max_sequence_tokens=int(engine.scheduler.max_model_len),
         seed=settings.seed,
+        list_rules=list_rules,
     )
 
 
-def _virtual_engine(settings: ExperimentSettings, model: str) -> VirtualEngine:
+def _virtual_engine(
+    settings: ExperimentSettings, model: str, parallel_format: str | None
+) -> VirtualEngine:
     devices = [settings.virtual_device(model, device) for device in settings.devices]
-    engine = VirtualEngine(
-        VirtualSpec(
-            find_model(model).config,
-            devices[0][0],
-            settings.block_size * max(num_blocks for _, num_blocks in devices),
-            block_size=settings.block_size,
-            max_model_len=_LENGTH_MARGIN * settings.max_tokens,
-            is_async=settings.is_async,
-        )
+    spec = VirtualSpec(
+        find_model(model).config,
+        devices[0][0],
+        settings.block_size * max(num_blocks for _, num_blocks in devices),
+        block_size=settings.block_size,
+        max_model_len=_LENGTH_MARGIN * settings.max_tokens,
+        is_async=settings.is_async,
     )
+    if parallel_format is None:
+        engine = VirtualEngine(spec)
+    else:
+        forks = {"parallel_format": parallel_format}
+        with TemporaryDirectory(prefix="apar-tokenizer-") as folder:
+            checkpoint = write_random_model(model, Path(folder))
+            engine = VirtualEngine(replace(spec, forks=forks, checkpoint=checkpoint))
     engine.device.counts_blocks = True
     return engine
 

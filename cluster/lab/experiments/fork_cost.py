@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from apar_core.errors import EngineError, EvaluationError
 from apar_core.reporting import PLOT_SETTINGS, Column, Report, ReportTable
 from cluster.lab.experiments.parts import PartStore, StartStage
-from cluster.lab.experiments.program import OneRequest, Submission
+from cluster.lab.experiments.program import ReplayedRequest, Submission
 from cluster.lab.experiments.settings import STRUCTURED, ExperimentSettings
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _measure(settings: ExperimentSettings, start_stage: StartStage) -> dict[str,
         submissions = [
             submission
             for question in questions
-            for submission in OneRequest(question.answer, forks=True).start()
+            for submission in ReplayedRequest(question.answer, forks=True).start()
         ]
         costs = fork_costs(engine.engine, submissions)
     finally:

@@ -12,7 +12,7 @@ from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.tree.threads import thread_scripts
 from cluster.lab.experiments.driver import RunPlan, drive
 from cluster.lab.experiments.engine import Conditions, ExperimentEngine
-from cluster.lab.experiments.program import OneRequest
+from cluster.lab.experiments.program import ReplayedRequest
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import Answer, OfflineEngine
@@ -103,9 +103,9 @@ class ReplayingForkEngine:
         # Imports transformers, which takes seconds.
         from apar_core.offline.evaluation.forks import RunFigures
 
-        def program(index: int) -> OneRequest:
+        def program(index: int) -> ReplayedRequest:
             answer = answers[index % len(answers)]
-            return OneRequest(answer, forks=answer.forked)
+            return ReplayedRequest(answer, forks=answer.forked)
 
         plan = RunPlan(Conditions(), program, num_answers, clients=requests, is_closed_loop=True)
         found = drive(self._measured, plan, sample_s=_NO_SAMPLES_S)

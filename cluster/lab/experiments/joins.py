@@ -38,7 +38,7 @@ from apar_core.offline.data.records import ChatMessage, ParagraphRecord, flat_te
 from apar_core.offline.data.structure import extract_tree
 from apar_core.reporting import Column, Report, ReportTable
 from cluster.lab.experiments.parts import PartStore, StartStage
-from cluster.lab.experiments.program import Program, Submission, replay_sampling
+from cluster.lab.experiments.program import OneRequest, Program, Submission, replay_sampling
 from cluster.lab.experiments.settings import file_digest
 from cluster.loadtest.trace import read_trace
 
@@ -126,30 +126,16 @@ def _answer(question: JoinedQuestion, flat: list[int]) -> _Expected:
     return _Expected(question.answer_id, question.category, flat, len(question.plain) - 1)
 
 
-class OneSequence:
+class OneSequence(OneRequest):
     """An answer as one request without threads."""
 
     def __init__(self, question: JoinedQuestion, flat: list[int]) -> None:
-        self.answer = _answer(question, flat)
-        self._prompt_ids = question.prompt_ids
-        self._given: list[int] = []
-
-    def start(self) -> list[Submission]:
-        """Return the only request."""
-        return [_scripted("answer", self._prompt_ids, self.answer.flat)]
-
-    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Keep the tokens."""
-        self._given.extend(token_ids)
-        return []
-
-    def on_end(self, name: str) -> list[Submission]:
-        """Return nothing: the answer is complete."""
-        return []
+        request = _scripted("answer", question.prompt_ids, flat)
+        super().__init__(_answer(question, flat), request)
 
     def text_ids(self) -> list[int]:
         """Return what was generated."""
-        return self._given
+        return self._token_ids
 
 
 class ResubmittingClient:
@@ -224,38 +210,19 @@ class ResubmittingClient:
         return _scripted(name, prompt_ids, script, delay_s)
 
 
-class EngineJoins:
+class EngineJoins(OneRequest):
     """An answer as one request, whose threads the engine opens and joins."""
 
     def __init__(self, question: JoinedQuestion, _: float) -> None:
-        self.answer = _answer(question, question.engine.flat)
-        self._question = question
-        self._given: list[int] = []
-
-    def start(self) -> list[Submission]:
-        """Return the only request, with the tokens of each thread."""
-        tokens = self._question.engine
+        tokens = question.engine
         scripts = {"": [token for part in tokens.parent for token in part]}
         # Threads are numbered across all blocks.
         for text in (text for block in tokens.blocks for text in block.texts):
             scripts[str(len(scripts) - 1)] = text
         sampling = replay_sampling(scripts, max_tokens=len(tokens.flat) + 1)
         sampling["extra_args"]["apar_enabled"] = True
-        return [Submission("answer", self._question.prompt_ids, sampling)]
-
-    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Keep the tokens."""
-        self._given.extend(token_ids)
-        return []
-
-    def on_end(self, name: str) -> list[Submission]:
-        """Return nothing: the answer is complete."""
-        return []
-
-    def text_ids(self) -> list[int]:
-        """Return the joined text and its end token."""
-        end_id = self.answer.flat[-1]
-        return [token_id for token_id in self._given if token_id != end_id] + [end_id]
+        request = Submission("answer", question.prompt_ids, sampling)
+        super().__init__(_answer(question, tokens.flat), request)
 
 
 def _scripted(

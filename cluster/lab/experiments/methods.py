@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from apar_core.errors import EvaluationError
+from apar_core.formats.shipped_formats import LISTS
 from apar_core.offline.data.structure import extract_tree
 from cluster.lab.experiments.peers import (
     ClientForking,
@@ -18,12 +19,14 @@ from cluster.lab.experiments.peers import (
     SkeletonPrompts,
     skeleton_prompts,
 )
-from cluster.lab.experiments.program import OneRequest, Program
+from cluster.lab.experiments.program import ParallelLists, Program, ReplayedRequest
+from cluster.lab.virtual.list_answers import ListAnswer, list_answer
 from cluster.loadtest.replay_answers import replay_answers
 from cluster.loadtest.trace import read_trace
 
 if TYPE_CHECKING:
     from apar_core.formats.control_tokens import TreeTokens
+    from apar_core.formats.lists import ListRules
     from cluster.loadtest.replay_answers import AnswerText, ReplayAnswer
 
 Policy = Literal["eager", "adaptive"]
@@ -35,10 +38,14 @@ ADAPTIVE = "adaptive"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A recorded answer, and its prompts for skeleton-of-thought."""
+    """A recorded answer, its prompts for skeleton-of-thought, and its threads as a list.
+
+    `in_lists` is None in an engine that does not write lists in parallel.
+    """
 
     answer: ReplayAnswer
     prompts: SkeletonPrompts
+    in_lists: ListAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,8 @@ class Method:
     """A method of answering questions.
 
     build: creates the program of a question; the number is the marker token of `peers.py`.
-    policy: the engine's fork policy.
+    policy: the engine's fork policy. parallel_format: its format; None: that of its checkpoint. An
+        engine with another format exists in virtual time only.
     reserves: the engine keeps KV cache free for growing threads (`growth_reserve_tokens`).
     is_one_request: a question is one request, so that the engine can limit concurrent requests. For
         the other methods, the client limits them.
@@ -56,17 +64,23 @@ class Method:
     title: str
     build: Callable[[Question, int], Program]
     policy: Policy = "eager"
+    parallel_format: str | None = None
     reserves: bool = False
     is_ours: bool = False
     is_one_request: bool = False
 
 
 def _sequential(question: Question, _: int) -> Program:
-    return OneRequest(question.answer, forks=False)
+    return ReplayedRequest(question.answer, forks=False)
 
 
 def _forked(question: Question, _: int) -> Program:
-    return OneRequest(question.answer, forks=True)
+    return ReplayedRequest(question.answer, forks=True)
+
+
+def _lists(question: Question, _: int) -> Program:
+    assert question.in_lists is not None
+    return ParallelLists(question.answer, question.in_lists)
 
 
 def _client_forking(question: Question, marker: int) -> Program:
@@ -113,6 +127,25 @@ METHODS = {
             is_ours=True,
             is_one_request=True,
         ),
+        Method(
+            "lists",
+            "ours, lists without training",
+            _lists,
+            parallel_format=LISTS.name,
+            reserves=True,
+            is_ours=True,
+            is_one_request=True,
+        ),
+        Method(
+            "lists-adaptive",
+            "ours, lists without training, adaptive",
+            _lists,
+            policy="adaptive",
+            parallel_format=LISTS.name,
+            reserves=True,
+            is_ours=True,
+            is_one_request=True,
+        ),
         Method("client-forking", "client-side forking (PaDoc, ThreadWeaver)", _client_forking),
         Method("skeleton", "skeleton-of-thought", _skeleton),
         Method("parent-stops", "parent stops, resubmitted", _parent_stops),
@@ -121,6 +154,10 @@ METHODS = {
         ),
     )
 }
+
+
+PEER_METHODS = tuple(name for name, each in METHODS.items() if each.parallel_format is None)
+"""All methods that write the same threads, which are those of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +183,11 @@ def load_workload(
     max_tokens: int,
     max_sequence_tokens: int,
     seed: int,
+    list_rules: ListRules | None = None,
 ) -> Workload:
     """Return `number` questions of a trace: a sample, or repetitions if it has fewer.
+
+    With `list_rules`, also the threads of their lists.
 
     Answers longer than `max_tokens`, prompt included, are left out. So are those for which another
     method may need a sequence longer than `max_sequence_tokens`. Raises EvaluationError for a trace
@@ -168,6 +208,20 @@ def load_workload(
         )
     if len(questions) > number:
         questions = random.Random(seed).sample(questions, number)
+    if list_rules is not None:
+        texts = {line.id: line.response for line in lines}
+        questions = [
+            replace(
+                each,
+                in_lists=list_answer(
+                    texts[each.answer.answer_id],
+                    list_rules,
+                    len(each.answer.prompt_ids),
+                    tokens.end_id,
+                ),
+            )
+            for each in questions
+        ]
     return Workload(list(islice(cycle(questions), number)), marker)
 
 

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from apar_core.engine.replay import ReplayText
+from cluster.lab.virtual.list_answers import LIST_ANSWER_ARG, ListAnswer
+
 
 @dataclass(frozen=True, slots=True)
 class Submission:
@@ -84,19 +87,16 @@ class Program(Protocol):
 
 
 class OneRequest:
-    """Program of a single request, forked by the engine or not."""
+    """Program of a single request."""
 
-    def __init__(self, answer: ReplayableAnswer, *, forks: bool) -> None:
+    def __init__(self, answer: RecordedAnswer, request: Submission) -> None:
         self.answer = answer
-        self._forks = forks
+        self._request = request
         self._token_ids: list[int] = []
 
     def start(self) -> list[Submission]:
         """Return the question as one request."""
-        threads = self.answer.scripts(forked=self._forks)
-        sampling = replay_sampling(threads, max_tokens=self.answer.max_tokens)
-        sampling["extra_args"]["apar_enabled"] = self._forks
-        return [Submission("answer", list(self.answer.prompt_ids), sampling)]
+        return [self._request]
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
         """Keep the tokens."""
@@ -111,6 +111,38 @@ class OneRequest:
         """Return the tokens; a restored answer comes without the end tokens of its threads."""
         end_id = self.answer.flat[-1]
         return [token_id for token_id in self._token_ids if token_id != end_id] + [end_id]
+
+
+class ReplayedRequest(OneRequest):
+    """An answer as one request, forked by the engine or not."""
+
+    def __init__(self, answer: ReplayableAnswer, *, forks: bool) -> None:
+        sampling = replay_sampling(answer.scripts(forked=forks), max_tokens=answer.max_tokens)
+        sampling["extra_args"]["apar_enabled"] = forks
+        super().__init__(answer, Submission("answer", list(answer.prompt_ids), sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class _ListedAnswer:
+    """A recorded answer with the line breaks of its lists; its text counts as recorded."""
+
+    answer_id: str
+    category: str
+    flat: list[int]
+    text_tokens: int
+
+
+class ParallelLists(OneRequest):
+    """An answer as one request whose lists the engine writes in parallel, in virtual time."""
+
+    def __init__(self, answer: ReplayableAnswer, listed: ListAnswer) -> None:
+        sampling = replay_sampling({}, max_tokens=len(listed.flat))
+        text = ReplayText(listed.to_text())
+        sampling["extra_args"] = {LIST_ANSWER_ARG: text, "apar_enabled": True}
+        super().__init__(
+            _ListedAnswer(answer.answer_id, answer.category, listed.flat, answer.text_tokens),
+            Submission("answer", list(answer.prompt_ids), sampling),
+        )
 
 
 def replay_sampling(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from apar_core.errors import EvaluationError
 from apar_core.reporting import LineStore
-from cluster.lab.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL, Method, Workload
+from cluster.lab.experiments.methods import EAGER, METHODS, SEQUENTIAL, Method, Workload
 from cluster.lab.experiments.parts import StartStage
 from cluster.lab.experiments.samples import Sample, Spread, spread, steady
 from cluster.lab.experiments.settings import ExperimentSettings, RunKey
@@ -131,8 +131,8 @@ def do_runs(
         return
     done = start_stage("runs", len(missing))
     # The adaptive policy's time per token is a multiple of the sequential run's mean step.
-    first = [key for key in missing if key.method != ADAPTIVE]
-    later = [key for key in missing if key.method == ADAPTIVE]
+    first = [key for key in missing if not _is_adaptive(key)]
+    later = [key for key in missing if _is_adaptive(key)]
     number = min(workers, len(missing)) if settings.is_virtual else 1
     with grid(number, Worker, settings) as run_all:
         for wave in (first, later):
@@ -144,9 +144,13 @@ def do_runs(
 
 
 def _token_time_s(key: RunKey, settings: ExperimentSettings, store: RunStore) -> float | None:
-    if key.method != ADAPTIVE:
+    if not _is_adaptive(key):
         return None
     return settings.token_time_multiple * store.lines[key.of_method(SEQUENTIAL)].step_s
+
+
+def _is_adaptive(key: RunKey) -> bool:
+    return METHODS[key.method].policy == "adaptive"
 
 
 class Worker:
@@ -155,8 +159,9 @@ class Worker:
     def __init__(self, settings: ExperimentSettings) -> None:
         self._settings = settings
         self._engine: ExperimentEngine | None = None
-        self._engine_model: str | None = None
-        self._workloads: dict[str, Workload] = {}
+        self._engine_model: tuple[str, str | None] | None = None
+        # By the name of the trace, and the format whose threads the answers have.
+        self._workloads: dict[tuple[str, str | None], Workload] = {}
 
     def run(self, key: RunKey, token_time_s: float | None = None) -> Run:
         """Execute a run.
@@ -168,8 +173,8 @@ class Worker:
         from cluster.lab.experiments.engine import Conditions
 
         settings, method = self._settings, METHODS[key.method]
-        engine = self._engine_of(key.model)
-        workload = self._workload(key.trace, engine)
+        engine = self._engine_of(key.model, method.parallel_format)
+        workload = self._workload(key.trace, method.parallel_format, engine)
         costs, capacity_blocks = None, engine.num_blocks
         if settings.is_virtual:
             costs, capacity_blocks = settings.virtual_device(key.model, key.device)
@@ -206,27 +211,30 @@ class Worker:
             self._engine.shutdown()
             self._engine = None
 
-    def _engine_of(self, model: str) -> ExperimentEngine:
-        if self._engine is None or self._engine_model != model:
+    def _engine_of(self, model: str, parallel_format: str | None) -> ExperimentEngine:
+        if self._engine is None or self._engine_model != (model, parallel_format):
             self.close()
             # Imports vLLM, which takes seconds.
             from cluster.lab.experiments.engine import open_engine
 
-            self._engine = open_engine(self._settings, model)
-            self._engine_model = model
+            self._engine = open_engine(self._settings, model, parallel_format)
+            self._engine_model = (model, parallel_format)
             freeze_garbage()
         return self._engine
 
-    def _workload(self, trace: str, engine: ExperimentEngine) -> Workload:
-        if trace not in self._workloads:
+    def _workload(
+        self, trace: str, parallel_format: str | None, engine: ExperimentEngine
+    ) -> Workload:
+        name = trace, parallel_format
+        if name not in self._workloads:
             from cluster.lab.experiments.engine import load_questions
 
-            workload = load_questions(self._settings, trace, engine)
+            workload = load_questions(self._settings, trace, engine, parallel_format)
             if not self._settings.is_virtual and not self._workloads:
                 _warm_up(engine, workload)
-            self._workloads[trace] = workload
+            self._workloads[name] = workload
             freeze_garbage()
-        return self._workloads[trace]
+        return self._workloads[name]
 
 
 def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:

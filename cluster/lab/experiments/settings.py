@@ -25,7 +25,7 @@ from apar_core.step_costs.files import read_costs
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import kv_tokens, step_costs
-from cluster.lab.experiments.methods import ADAPTIVE, EAGER, METHODS, SEQUENTIAL
+from cluster.lab.experiments.methods import ADAPTIVE, EAGER, METHODS, PEER_METHODS, SEQUENTIAL
 
 Engine = Literal["virtual", "real"]
 STRUCTURED, MIXED = "structured", "mixed"
@@ -115,7 +115,7 @@ class ExperimentSettings(BaseModel):
     kv_shares: KvShares = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
     concurrencies: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 180, 256, 350)
     methods: tuple[str, ...] = FIGURE_METHODS
-    peer_methods: tuple[str, ...] = tuple(METHODS)
+    peer_methods: tuple[str, ...] = PEER_METHODS
     peer_shares: KvShares = (0.3, 0.9)
     rounds: PositiveInt = Field(1, description="Runs per point, for real engines.")
     sample_s: PositiveFloat = 3.0
@@ -132,12 +132,16 @@ class ExperimentSettings(BaseModel):
 
     @field_validator("methods", "peer_methods")
     @classmethod
-    def _check_methods(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_methods(cls, methods: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         unknown = [method for method in methods if method not in METHODS]
         if unknown:
             raise ValueError(f"unknown method {', '.join(unknown)}: known are {', '.join(METHODS)}")
         if SEQUENTIAL not in methods:
             raise ValueError(f"{SEQUENTIAL} must be among the methods: all are compared with it")
+        if info.data.get("engine") == "real":
+            for method in methods:
+                if METHODS[method].parallel_format is not None:
+                    raise ValueError(f"{method} can only be predicted: use engine virtual")
         return tuple(name for name in METHODS if name in methods)
 
     @field_validator("costs")

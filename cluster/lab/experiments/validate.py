@@ -55,7 +55,7 @@ from cluster.lab.experiments.calibrate import (
 )
 from cluster.lab.experiments.engine import Conditions, ExperimentEngine, hidden_ids
 from cluster.lab.experiments.parts import PartStore, StartStage
-from cluster.lab.experiments.program import OneRequest
+from cluster.lab.experiments.program import ReplayedRequest
 from cluster.lab.experiments.settings import file_digest, machine_name
 from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from cluster.loadtest.replay_answers import ReplayAnswer, replay_answers
@@ -346,7 +346,7 @@ def replay(
     forks = point.method != SEQUENTIAL
     plan = RunPlan(
         Conditions(num_blocks=num_blocks, max_requests=point.limit),
-        make=lambda index: OneRequest(answers[index], forks=forks),
+        make=lambda index: ReplayedRequest(answers[index], forks=forks),
         num_questions=len(answers),
         costs=costs,
     )

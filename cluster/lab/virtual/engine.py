@@ -57,7 +57,7 @@ class VirtualSpec:
     is_async: asynchronous scheduling, as vLLM does on GPUs; False as on a CPU.
     forks: the server's fork settings, for example `{"max_threads": 4}`.
     attention: family attention; None: each row reads its own KV blocks.
-    checkpoint: an embedded model, for its tokenizer.
+    checkpoint: a model folder, for its tokenizer.
     """
 
     config: Mapping[str, Any]
@@ -88,7 +88,8 @@ def write_model_folder(config: Mapping[str, Any], folder: Path, source: Path) ->
     model.update(given, max_position_embeddings=1 << 17)
     (folder / "config.json").write_text(json.dumps(model, indent=1), encoding="utf-8")
     for name in _TOKENIZER_FILES:
-        copyfile(source / name, folder / name)
+        if (source / name).exists():
+            copyfile(source / name, folder / name)
     return folder
 
 

@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 
 from apar_core.engine.plugin import complete
 from apar_core.engine.replay import script_of
+from apar_core.fork_parameters import ForkParameters
 from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.vllm_names import (
@@ -30,6 +31,7 @@ from apar_core.vllm_names import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from cluster.lab.virtual.list_answers import LIST_ANSWER_ARG, ListAnswer
 from cluster.lab.virtual.shared_reads import (
     NOTHING_SHARED,
     BlockTables,
@@ -274,7 +276,8 @@ class VirtualExecutor(Executor):
             self._forget(new.req_id)
             slot = tables.open()
             tables.append(slot, new.block_ids[0])
-            row = _Row(len(new.prompt_token_ids), _script(new.sampling_params), slot)
+            script = _script(new.sampling_params, new.prompt_token_ids)
+            row = _Row(len(new.prompt_token_ids), script, slot)
             if new.prefill_token_ids is not None:
                 # The V2 model runner gets a resumed request as a new one with its earlier tokens.
                 row.generated = len(new.prefill_token_ids) - row.prompt_length
@@ -423,8 +426,15 @@ def _sample(row: _Row, end: int) -> list[int]:
     return [row.script[position] if position < len(row.script) else _UNSCRIPTED_TOKEN]
 
 
-def _script(params: SamplingParams | None) -> list[int]:
-    return script_of(None if params is None else params.extra_args) or []
+def _script(params: SamplingParams | None, prompt_ids: list[int]) -> list[int]:
+    """Return what an engine request with this prompt generates."""
+    extra_args = (None if params is None else params.extra_args) or {}
+    listed = extra_args.get(LIST_ANSWER_ARG)
+    if listed is None:
+        return script_of(extra_args) or []
+    parameters = ForkParameters.from_extra_args(extra_args)
+    path = () if parameters is None else parameters.thread_path
+    return ListAnswer.from_text(listed).script(path, prompt_ids)
 
 
 def _done(value: Any) -> Future[Any]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -9,12 +10,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apar_core.engine.thread_tags import ThreadTags
+from apar_core.formats.lists import ListRules
 from apar_core.formats.parallel_format import ListItems
 from apar_core.formats.shipped_formats import LISTS
+from apar_core.journal import Journal
+from apar_core.scheduler.fork_policy import EagerPolicy
+from apar_core.step_costs.costs import StepBatch
+from cluster.lab.virtual.list_answers import list_answer
 from tests.fakes.block_scripts import TOKENIZER, CharacterTokenizer, block_parameters, tokens
 from tests.fakes.examples import num_examples
 from tests.fakes.list_scripts import ListCase, MergingTokenizer, list_cases
-from tests.fakes.scripted_engine import EngineShape, ScriptedEngine, merged, write_model_config
+from tests.fakes.scripted_engine import (
+    END,
+    EngineShape,
+    ScriptedEngine,
+    merged,
+    write_model_config,
+)
 from tests.fakes.tagged_streams import TaggedReader
 
 PROMPT = tokens("A question?")
@@ -30,6 +42,7 @@ shapes = st.builds(
     output_interval_s=st.sampled_from([0.0, 0.003, 0.05]),
 )
 MERGING = MergingTokenizer()
+RULES = ListRules(LISTS, TOKENIZER)
 CASES = list_cases(PROMPT, TOKENIZER)
 MERGED_CASES = list_cases(PROMPT, MERGING)
 limits = st.tuples(st.integers(1, 6), st.integers(1, 8))
@@ -253,6 +266,95 @@ def test_a_full_context_ends_the_answer_and_leaves_nothing_behind(
     assert engine.finish_reasons["r0"] in ("stop", "length")
     if engine.finish_reasons["r0"] == "stop":
         assert text == case[0].text
+
+
+class SometimesPays(EagerPolicy):
+    """Says at random whether threads raise the throughput."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self.num_declined = 0
+
+    def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
+        pays = self._random.random() < 0.5
+        self.num_declined += not pays
+        return pays
+
+
+def check_declined_lists(
+    model_dir: Path, shape: EngineShape, texts: list[str], seed: int, steps: int
+) -> int:
+    """Continue the first answer on another engine; return how many lists were declined."""
+    policy = SometimesPays(seed)
+    engine = ScriptedEngine(shape, model_dir)
+    engine.scheduler.admission.policy = policy
+    answers = [list_answer(text, RULES, len(PROMPT), END) for text in texts]
+
+    def add(number: int, to: ScriptedEngine, journal: Journal | None = None) -> None:
+        to.add(
+            f"r{number}",
+            PROMPT,
+            answers[number].script,
+            max_tokens=1900,
+            parameters=block_parameters(LISTS),
+            arrival_time=float(number),
+            journal=journal,
+        )
+
+    for number in range(len(answers)):
+        add(number, engine)
+    for _ in range(steps):
+        engine.step()
+    journal = merged(engine.followers["r0"].take_journal())
+    other = ScriptedEngine(replace(shape, tokens_per_step=1), model_dir)
+    other.scheduler.admission.policy = policy
+    add(0, other, journal)
+    for each in (engine, other):
+        each.run(max_steps=20000)
+        each.assert_nothing_is_left()
+    for number, text in enumerate(texts):
+        assert TOKENIZER.decode(engine.texts[f"r{number}"]) == text
+    assert TOKENIZER.decode(other.texts["r0"]) == texts[0]
+    return policy.num_declined
+
+
+@few
+@given(
+    shape=shapes,
+    cases=st.lists(CASES, min_size=1, max_size=3),
+    seed=st.integers(),
+    steps=st.integers(1, 160),
+)
+def test_the_root_writes_lists_that_the_policy_declines(
+    model_dir: Path, shape: EngineShape, cases: list[ListCase], seed: int, steps: int
+) -> None:
+    check_declined_lists(model_dir, shape, [case.text for case in cases], seed, steps)
+
+
+@pytest.mark.slow
+@many
+@given(
+    shape=shapes,
+    cases=st.lists(CASES, min_size=1, max_size=3),
+    seed=st.integers(),
+    steps=st.integers(1, 160),
+)
+def test_the_root_writes_many_lists_that_the_policy_declines(
+    model_dir: Path, shape: EngineShape, cases: list[ListCase], seed: int, steps: int
+) -> None:
+    check_declined_lists(model_dir, shape, [case.text for case in cases], seed, steps)
+
+
+def test_a_list_is_declined_or_written_in_parallel_item_by_item(model_dir: Path) -> None:
+    items = "".join(f"{number}. Head: and its detail, of some length.\n" for number in range(1, 9))
+
+    declined = [
+        check_declined_lists(model_dir, EngineShape(max_model_len=2000), [items], seed, 9)
+        for seed in range(8)
+    ]
+
+    assert min(declined) == 0
+    assert max(declined) > 1
 
 
 class CharacterDecoder:

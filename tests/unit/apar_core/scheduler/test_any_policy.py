@@ -6,6 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apar_core.scheduler.fork_policy import EagerPolicy
 from apar_core.step_costs.costs import StepBatch
 from tests.fakes.scripted_engine import (
     EngineShape,
@@ -18,7 +19,7 @@ from tests.unit.apar_core.scheduler.test_any_schedule import any_schedule, scrip
 KEYS = (None, "k", "l")
 
 
-class MoodyPolicy:
+class MoodyPolicy(EagerPolicy):
     """Admits with a probability, from seeded random numbers."""
 
     def __init__(self, seed: int, chance: float) -> None:

@@ -89,6 +89,31 @@ def test_adaptive_grows_to_at_most_twice_the_rows_seen_or_to_eight(
     assert admitted(policy, StepBatch(1, 0), 100) == 2 * 12 - 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "useful_share", "pays"),
+    # One more row takes 0.5 ms of 4 ms and 0.5 ms per row.
+    [(2, 0.4, True), (2, 0.15, False), (10, 0.4, False), (10, 0.6, True), (30, 1.0, True)],
+)
+def test_a_row_pays_if_the_step_grows_by_less_than_its_text(
+    rows: int, useful_share: float, pays: bool
+) -> None:
+    batch = StepBatch(rows, 0)
+
+    assert taught(1.0).pays(batch, attended=0, useful_share=useful_share) is pays
+    assert EagerPolicy().pays(batch, attended=0, useful_share=0.0)
+    assert AdaptivePolicy(1.0).pays(batch, attended=0, useful_share=useful_share)
+
+
+def test_a_row_that_attends_to_much_pays_less() -> None:
+    policy = AdaptivePolicy(1.0)
+    for number in range(20 * MIN_STEPS):
+        attended = 1000 * (number % 8)
+        policy.observe(StepBatch(4, attended), 0.005 + attended * 1e-6)
+
+    assert policy.pays(StepBatch(4, 2000), attended=500, useful_share=0.5)
+    assert not policy.pays(StepBatch(4, 2000), attended=1500, useful_share=0.5)
+
+
 def test_policies_are_built_by_name() -> None:
     assert isinstance(build_policy("eager", 0.01), EagerPolicy)
     adaptive = build_policy("adaptive", 0.025)

@@ -15,9 +15,15 @@ from apar_core.errors import EvaluationError
 from apar_core.scheduler.fork_settings import ForkSettings
 from cluster.lab.experiments.driver import RunPlan, drive, question_order
 from cluster.lab.experiments.engine import Conditions
-from cluster.lab.experiments.methods import METHODS, Workload, load_workload, longest_sequence
+from cluster.lab.experiments.methods import (
+    METHODS,
+    PEER_METHODS,
+    Workload,
+    load_workload,
+    longest_sequence,
+)
 from cluster.lab.experiments.parts import StartStage
-from cluster.lab.experiments.program import OneRequest
+from cluster.lab.experiments.program import ReplayedRequest
 from cluster.lab.experiments.runs import Run, RunStore, Worker, do_runs, num_questions
 from cluster.lab.experiments.settings import FIGURE_5A, ExperimentSettings, RunKey, keys_of
 from cluster.lab.virtual.text import virtual_text
@@ -29,6 +35,7 @@ FORKS = NUM_ANSWERS * NUM_TIPS
 TIPS = "\n".join(
     f"{i}. Tip {i}: do this and that, and then do it again." for i in range(1, NUM_TIPS + 1)
 )
+LISTS = ("lists", "lists-adaptive")
 KEY = RunKey(model="llama-7b", device="a100-80gb", concurrency=NUM_ANSWERS)
 
 
@@ -60,14 +67,14 @@ def worker(settings: ExperimentSettings) -> Iterator[Worker]:
 @pytest.fixture(scope="module")
 def runs(worker: Worker) -> dict[str, Run]:
     return {
-        name: worker.run(KEY.of_method(name), 0.05 if name == "adaptive" else None)
-        for name in METHODS
+        name: worker.run(KEY.of_method(name), 0.05 if "adaptive" in name else None)
+        for name in (*LISTS, *PEER_METHODS)
     }
 
 
 @pytest.fixture(scope="module")
 def workload(worker: Worker, runs: dict[str, Run]) -> Workload:
-    return worker._workloads[KEY.trace]
+    return worker._workloads[KEY.trace, None]
 
 
 def ignore_stages(stage: str, total: int) -> Any:
@@ -91,7 +98,7 @@ def test_each_method_gives_every_recorded_answer(
 
 
 def test_each_method_submits_as_many_sequences_as_it_should(runs: dict[str, Run]) -> None:
-    assert {name: run.sequences for name, run in runs.items()} == {
+    assert {name: runs[name].sequences for name in PEER_METHODS} == {
         "sequential": NUM_ANSWERS,
         "eager": NUM_ANSWERS + FORKS,
         "adaptive": NUM_ANSWERS + FORKS,
@@ -158,7 +165,7 @@ def test_clients_that_keep_the_limit_do_what_the_engine_does_with_its_own(
     assert engine is not None
     plan = RunPlan(
         Conditions(max_requests=3),
-        lambda index: OneRequest(workload.questions[index].answer, forks=True),
+        lambda index: ReplayedRequest(workload.questions[index].answer, forks=True),
         NUM_ANSWERS,
     )
 
@@ -169,6 +176,18 @@ def test_clients_that_keep_the_limit_do_what_the_engine_does_with_its_own(
     assert by_clients.duration_s == by_engine.duration_s
     assert by_clients.served == by_engine.served
     assert by_clients.samples == by_engine.samples
+
+
+def test_lists_pay_with_few_requests_and_are_declined_with_many(worker: Worker) -> None:
+    few = KEY.model_copy(update={"concurrency": 1, "is_closed_loop": True})
+    many = KEY.model_copy(update={"kv_share": 1.0, "concurrency": 12, "is_closed_loop": True})
+
+    def run(key: RunKey, method: str) -> Run:
+        return worker.run(key.of_method(method), 0.05)
+
+    assert run(few, "lists").latency_s.mean < 0.9 * run(few, "sequential").latency_s.mean
+    assert run(few, "lists-adaptive").forks > 0
+    assert run(many, "lists-adaptive").text_tokens == run(many, "sequential").text_tokens
 
 
 def test_a_smaller_cache_is_kept_to_and_takes_longer(worker: Worker, runs: dict[str, Run]) -> None:
@@ -182,7 +201,7 @@ def test_a_smaller_cache_is_kept_to_and_takes_longer(worker: Worker, runs: dict[
 def test_our_methods_have_the_reserve_of_a_server(settings: ExperimentSettings) -> None:
     assert settings.growth_reserve_tokens == ForkSettings().growth_reserve_tokens
     assert {name for name, method in METHODS.items() if method.reserves} == {
-        "eager", "adaptive", "sequential-reserve",
+        "eager", "adaptive", "sequential-reserve", *LISTS,
     }  # fmt: skip
 
 
@@ -210,7 +229,7 @@ def test_an_answer_that_is_not_the_recorded_one_ends_the_run(
 ) -> None:
     answer = workload.questions[0].answer
 
-    class Wrong(OneRequest):
+    class Wrong(ReplayedRequest):
         def start(self) -> list[Any]:
             [submission] = super().start()
             other = [answer.flat[1], *answer.flat[1:]]
