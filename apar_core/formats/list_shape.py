@@ -36,7 +36,17 @@ _HEAD_END = re.compile(r"[*_]{0,3}:[*_]{0,3}(?=\s|\Z)|[*_]{0,3}：[*_]{0,3}| [-�
 _BOLD_LEAD = re.compile(r"\s*(?P<mark>\*\*|__)[^*_]+(?P=mark)(?=\s+\w)")
 _SENTENCE_END = tuple(".!?;,")
 _LINE = "\n"
-_THOUGHT = ("<think>", "</think>")
+# What begins and ends a thought in the chat templates of DeepSeek, Qwen, MiniMax, Seed, Mistral,
+# Cohere, Kimi and gpt-oss.
+_BEGINS_THOUGHT = re.compile(
+    r"<(?:\w{1,8}:)?think(?:ing)?>|<thought>|<reasoning>|\[THINK\]|<\|START_THINKING\|>|◁think▷"
+    r"|<\|channel\|>analysis"
+)
+_ENDS_THOUGHT = re.compile(
+    r"</(?:\w{1,8}:)?think(?:ing)?>|</thought>|</reasoning>|\[/THINK\]|<\|END_THINKING\|>|◁/think▷"
+    r"|<\|channel\|>final"
+)
+_MARK_CHARACTERS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +287,11 @@ class ListFinder(_Lines):
 
     def _follow_thought(self, piece: str) -> bool:
         """Return whether a piece is part of the answer, not of a thought or its marks."""
-        self._tail = (self._tail + piece)[-max(len(piece) + 8, 16) :]
-        opening, closing = (self._tail.rfind(mark) for mark in _THOUGHT)
-        if max(opening, closing) < 0:
+        self._tail = (self._tail + piece)[-(len(piece) + _MARK_CHARACTERS) :]
+        in_thought = ends_in_thought(self._tail)
+        if in_thought is None:
             return not self._in_thought
-        self._in_thought = opening > closing
-        self._tail = ""
+        self._in_thought, self._tail = in_thought, ""
         self._item = self._second = None
         self.in_code = False
         self.begins_line()
@@ -369,6 +378,16 @@ class ListFinder(_Lines):
     def _add_to_item_line(item: _Item, text: str) -> None:
         item.num_line_characters += len(text)
         item.line = (item.line + text)[:_KEPT_CHARACTERS]
+
+
+def ends_in_thought(text: str) -> bool | None:
+    """Return whether the last mark of a text begins a thought; None if there is no mark."""
+    marks = [
+        (match.start(), begins)
+        for begins, pattern in ((True, _BEGINS_THOUGHT), (False, _ENDS_THOUGHT))
+        for match in pattern.finditer(text)
+    ]
+    return max(marks)[1] if marks else None
 
 
 class DetailEnd(Enum):

@@ -31,6 +31,7 @@ from apar_core.formats.list_shape import (
     ListShape,
     NextLine,
     NextLineReader,
+    ends_in_thought,
 )
 from apar_core.formats.parallel_format import ListItems, ParallelFormat
 from apar_core.formats.resolved_format import encode_behind, token_texts
@@ -380,4 +381,4 @@ class ListRules:
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends within the thought of a reasoning model."""
         text = str(self._tokenizer.decode(list(prompt[-_THOUGHT_TOKENS:])))
-        return text.rfind("<think>") > text.rfind("</think>")
+        return ends_in_thought(text) is True

@@ -32,7 +32,7 @@ from deployments.wire.routes import ROUTES
 from tests.integration.serving.apar_process import TOKEN, authorization
 
 ADMIN = "administrator"
-MODEL, EMBEDDING = "apar-tiny", "embedding"
+MODEL, EMBEDDING, LISTS = "apar-tiny", "embedding", "lists"
 ANSWER_S = 60.0
 MAX_TOKENS = 16
 MAX_FAILURES = 40
@@ -128,7 +128,8 @@ def make_servable(case: Case[Any], draw: random.Random) -> None:
         for name in (*ROUTES[path].refused, *UNSERVABLE):
             body.pop(name, None)
     if draw.random() < 0.9:
-        body["model"] = EMBEDDING if path.endswith(POOLED) else MODEL
+        generates = draw.choice([MODEL, MODEL, LISTS])
+        body["model"] = EMBEDDING if path.endswith(POOLED) else generates
     limits = ROUTES[path].shape.limits if ROUTES[path].forks else ()
     for name in limits:
         if isinstance(body.get(name), int) and body[name] > MAX_TOKENS:

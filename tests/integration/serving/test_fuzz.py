@@ -18,8 +18,8 @@ import pytest
 from deployments.replica.openapi import OFFERED
 from deployments.wire.routes import ROUTES
 from tests.integration.random_checkpoint import write_encoder
-from tests.integration.serving.apar_process import authorization
-from tests.integration.serving.fuzz_client import ADMIN, EMBEDDING, SERVABLE
+from tests.integration.serving.apar_process import TINY, authorization
+from tests.integration.serving.fuzz_client import ADMIN, EMBEDDING, LISTS, SERVABLE
 from tests.integration.serving.shared_server import KEYS, MODEL, SharedServer, key
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(0)]
@@ -40,7 +40,8 @@ def test_made_up_requests_get_answers_or_clean_errors(
         "kv_cache_gib": 0.1,
         "engine": {"enforce_eager": True, "dtype": "float32"},
     }
-    said = shared.roll_out(MODEL, pooling, keys=(*KEYS, key(ADMIN, admin=True)))
+    lists = TINY | {"name": LISTS, "parallel_format": "lists"}
+    said = shared.roll_out(MODEL, lists, pooling, keys=(*KEYS, key(ADMIN, admin=True)))
     assert "Rolled out" in said, said
     server = shared.server
     described = server.request("GET", "/openapi.json").json()

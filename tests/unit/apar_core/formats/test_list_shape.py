@@ -107,11 +107,27 @@ def test_other_text_opens_nothing(text, split) -> None:  # type: ignore[no-untyp
     assert find(split(text)) is None
 
 
-def test_a_list_after_a_thought_opens() -> None:
-    text = f"<think>\n1. A: {DETAIL}\n2. B: {DETAIL}\n</think>\n\n1. Head: {DETAIL}\n2. Next:"
+@pytest.mark.parametrize(
+    ("begins", "ends"),
+    [
+        ("<think>", "</think>"),
+        ("<thinking>", "</thinking>"),
+        ("<seed:think>", "</seed:think>"),
+        ("<reasoning>", "</reasoning>"),
+        ("[THINK]", "[/THINK]"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ],
+)
+@pytest.mark.parametrize("split", [list, words])
+def test_a_list_after_a_thought_opens(begins, ends, split) -> None:  # type: ignore[no-untyped-def]
+    thought = f"{begins}\n1. A: {DETAIL}\n2. B: {DETAIL}\n"
+    text = f"{thought}{ends}\n\n1. Head: {DETAIL}\n2. Next:"
 
-    found = find(words(text))
+    found = find(split(text))
 
+    assert find(split(thought)) is None
     assert found is not None
     assert found[0] == text
 
