@@ -29,7 +29,7 @@ LISTS = TINY | {
     "checkpoint": SMOLLM2.name,
     "name": "lists",
     "replicas": 2,
-    "kv_cache_gib": 0.3,
+    "kv_cache_gib": 0.5,
     "parallel_format": "lists",
     "forks": {"enabled": False},
 }
@@ -56,7 +56,7 @@ def nothing_is_left(served: Server) -> Iterator[None]:
     """Check after each test that no replica holds a request, a thread or a KV block."""
     yield
     served.wait_for_replicas(2)
-    served.wait_until_idle(2)
+    served.wait_until_idle(2, deployment="Replica-lists")
 
 
 @pytest.fixture(scope="module")
