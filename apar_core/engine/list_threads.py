@@ -69,6 +69,8 @@ class ListThreads(RequestThreads):
         self._details: dict[int, ThreadId] = {}
         self._head_nodes: dict[int, ParagraphNode[TextToken]] = {}
         self._begun: set[int] = set()
+        # Threads that the engine has not opened.
+        self._refused: set[ThreadId] = set()
         self._waits = False
         self._num_discarded = self._num_joins = self._num_recomputed = 0
         self._progress = {ROOT_THREAD: _Progress(0, 0)}
@@ -100,7 +102,8 @@ class ListThreads(RequestThreads):
 
         A probe of the root is a part of its thread: each takes the steps of its tokens.
         """
-        records = self.tree.threads.values()
+        threads = self.tree.threads.items()
+        records = [record for name, record in threads if name not in self._refused]
         num_forced = sum(record.num_header + record.num_forced for record in records)
         text_tokens = num_forced + sum(record.num_generated_items for record in records)
         root = self.tree.threads[ROOT_THREAD]
@@ -225,6 +228,10 @@ class ListThreads(RequestThreads):
         run, progress = self._root.run, self._progress[ROOT_THREAD]
         if run is None:
             return
+        if run.is_declined:
+            self._discard_after(run.number)
+            self._discard(self._details[run.number])
+            return
         probed = self._uncertain[ROOT_THREAD]
         name = self._details.get(run.number)
         if run.item(run.number).failed or name is None:
@@ -276,7 +283,10 @@ class ListThreads(RequestThreads):
         self.tree.append(thread, uncertain[:num_kept])
         self.tree.force(thread, [plain_token(token_id) for token_id in reader.forced_ids])
         # How many tokens an item has is all that is asked of its text here.
-        reader.ends([0] * num_own)
+        refused = output.finish_reason == FinishReason.LENGTH and num_own == 0
+        reader.ends([0] * num_own, refused=refused)
+        if refused and thread != ROOT_THREAD:
+            self._refused.add(thread)
         self._num_discarded += len(uncertain) - num_kept
         self._free(thread)
         reasons, stop_reason = set(self._reasons), self._stop_reason
@@ -287,15 +297,19 @@ class ListThreads(RequestThreads):
             # Where an item ends is not where the answer ends.
             self._reasons, self._stop_reason = reasons, stop_reason
         elif (run := self._root.run) is not None:
-            has_head = not self._waits or bool(run.item(run.number).header)
+            is_second = run.number == run.first_number
+            has_head = not self._waits or is_second or bool(run.item(run.number).header)
             self._discard_after(run.number if has_head else run.number - 1)
 
     def _discard_after(self, number: int) -> None:
         """Remove the items after one from the text."""
         first = self._heads.get(number + 1)
         self._heads = {}
-        if first is None:
-            return
+        if first is not None:
+            self._discard(first)
+
+    def _discard(self, first: ThreadId) -> None:
+        """Remove a thread, and all threads below it, from the text."""
         for name, was_live in self.tree.discard(first).items():
             if was_live:
                 self._free(name)

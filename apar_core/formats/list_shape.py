@@ -6,7 +6,8 @@ end of an item's detail. `NextLineReader` tells whether another item follows. Th
 in the text. Any split of it into pieces gives the same result, but a piece is kept as a whole.
 
 A list is found only if its first item has a head and a detail. Code, tables, quotes, thoughts and
-nested lists are never read as items.
+nested lists are never read as items. Text in the piece of a mark that begins or ends a thought is
+not read either.
 """
 
 from __future__ import annotations
@@ -260,9 +261,7 @@ class ListFinder(_Lines):
         if not self._follow_thought(piece):
             self.num_pieces += 1
             return None
-        if self._reads_second(piece) is HeadState.ENDED:
-            self.num_pieces += 1
-            return self._found()
+        found = self._found() if self._reads_second(piece) is HeadState.ENDED else None
         position = 0
         before = self._second
         for number, part in enumerate(piece.split(_LINE)):
@@ -278,7 +277,13 @@ class ListFinder(_Lines):
                 self._add(part)
             position += len(part)
         self.num_pieces += 1
-        return self._found() if self._reads_second("") is HeadState.ENDED else None
+        if found is None and self._reads_second("") is HeadState.ENDED:
+            found = self._found()
+        return found
+
+    def decline(self) -> None:
+        """Go on without the list that was found: its second item may be the first of another."""
+        self._second = None
 
     def _found(self) -> FoundList:
         assert self._second is not None
@@ -388,6 +393,11 @@ def ends_in_thought(text: str) -> bool | None:
         for match in pattern.finditer(text)
     ]
     return max(marks)[1] if marks else None
+
+
+def begins_thought_at_end(text: str) -> bool:
+    """Return whether a text ends with a mark that begins a thought, as a prompt may."""
+    return any(not text[match.end() :].strip() for match in _BEGINS_THOUGHT.finditer(text))
 
 
 class DetailEnd(Enum):

@@ -31,7 +31,7 @@ from apar_core.formats.list_shape import (
     ListShape,
     NextLine,
     NextLineReader,
-    ends_in_thought,
+    begins_thought_at_end,
 )
 from apar_core.formats.parallel_format import ListItems, ParallelFormat
 from apar_core.formats.resolved_format import encode_behind, token_texts
@@ -53,13 +53,15 @@ class ListItem:
     header: tokens of its marker and head; those of the second item stand in the root's text.
     text: tokens of its detail, once that has ended. closing: text between it and the next item,
         without line breaks that the detail ends with.
-    failed: whether its thread has written no head.
+    failed: whether its thread has written no head. refused: whether the thread of its detail was
+        not opened, so that the root writes the detail itself.
     """
 
     header: tuple[int, ...] = ()
     text: tuple[int, ...] | None = None
     closing: str = ""
     failed: bool = False
+    refused: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -87,6 +89,11 @@ class ListRun:
     def item(self, number: int) -> ListItem:
         """Return what is known of an item."""
         return self.items.setdefault(number, ListItem())
+
+    @property
+    def is_declined(self) -> bool:
+        """Whether no thread was opened: the root writes on as if there were no list."""
+        return self.number == self.first_number and self.item(self.number).refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +167,13 @@ class DetailThread:
         """Tokens of the text after its own: a part of a token that is not kept as a whole."""
         return self.rules.encode(self._reader.closing(self._end)[0])
 
-    def ends(self, own: Sequence[int]) -> None:
-        """Note that the thread has ended, and with which tokens, without an end token."""
+    def ends(self, own: Sequence[int], *, refused: bool = False) -> None:
+        """Note that the thread has ended, and with which tokens, without an end token.
+
+        `refused`: it was not opened.
+        """
         item = self.run.item(self.number)
+        item.refused = refused
         item.text = (*own[: self.num_text(len(own))], *self.forced_ids)
         item.closing = self._reader.closing(self._end)[1]
 
@@ -218,7 +229,7 @@ class HeadThread:
 
     forced_ids: tuple[int, ...] = ()
 
-    def ends(self, own: Sequence[int]) -> None:
+    def ends(self, own: Sequence[int], *, refused: bool = False) -> None:
         """Note that the thread has ended."""
         self.run.item(self.number).failed = not self.has_ended
 
@@ -247,6 +258,10 @@ class RootThread:
         if self.run is None:
             return self._find(piece, stopped=stopped)
         if self._next_line is None:
+            if self.run.is_declined:
+                self.run = None
+                self._finder.decline()
+                return self._find(piece, stopped=stopped)
             if self.run.item(self.run.number).failed:
                 # The root writes the item itself, after the marker that it has written.
                 self._num_read = len(self._probed) + 1
@@ -303,7 +318,7 @@ class RootThread:
 
     forced_ids: tuple[int, ...] = ()
 
-    def ends(self, own: Sequence[int]) -> None:
+    def ends(self, own: Sequence[int], *, refused: bool = False) -> None:
         """Note that the thread has ended."""
 
 
@@ -381,4 +396,4 @@ class ListRules:
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends within the thought of a reasoning model."""
         text = str(self._tokenizer.decode(list(prompt[-_THOUGHT_TOKENS:])))
-        return ends_in_thought(text) is True
+        return begins_thought_at_end(text)

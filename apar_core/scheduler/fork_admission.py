@@ -70,6 +70,11 @@ class ForkAdmission(Generic[Child]):
         # Children since the last `settle`, by request.
         self._new: Counter[ThreadGroup[Child]] = Counter()
 
+    @property
+    def num_new(self) -> int:
+        """Children queued since the last `settle`."""
+        return sum(self._new.values())
+
     def wait(self, group: ThreadGroup[Child], child: Child) -> None:
         """Queue a child after the others of its request."""
         group.deferred.append(child)

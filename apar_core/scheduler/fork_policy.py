@@ -26,9 +26,10 @@ class ForkPolicy(Protocol):
         """
 
     def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
-        """Return whether one more row raises the throughput, if only a share of it is text.
+        """Return whether one more row raises the throughput, if it gives less text than others.
 
-        `attended`: the tokens that the row attends to.
+        `attended`: the tokens that the row attends to. `useful_share`: the text that it gives, as a
+        share of that of another row.
         """
 
     def observe(self, batch: StepBatch, seconds: float) -> None:
@@ -75,15 +76,12 @@ class AdaptivePolicy:
         return self.learned.predict_s(grown) + self.learned.usual_error_s <= self.token_time_s
 
     def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
-        """Return whether the step is predicted to grow by less than the text that it gives.
-
-        A row of `batch` gives one token of text, the additional row `useful_share` of one.
-        """
-        if not self.learned.is_ready or batch.rows == 0:
+        """Return whether the step's text is predicted to grow by more than its time."""
+        if not self.learned.is_ready:
             return True
         grown = batch.grown(rows=1, attended_tokens=attended)
-        growth = self.learned.predict_s(grown) / self.learned.predict_s(batch)
-        return growth <= 1 + useful_share / batch.rows
+        now_s, grown_s = self.learned.predict_s(batch), self.learned.predict_s(grown)
+        return grown_s * batch.rows <= now_s * (batch.rows + useful_share)
 
     def observe(self, batch: StepBatch, seconds: float) -> None:
         """Learn the costs of the step."""

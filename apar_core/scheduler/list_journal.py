@@ -112,7 +112,7 @@ def rebuilt_lists(
                 _join(thread, rebuilt, rules)
             thread.sequence.append(delta.token_ids[-1])
         if delta.finish_reason is not None:
-            reader.ends(own)
+            reader.ends(own, refused=delta.was_refused)
             if isinstance(reader, RootThread) and reader.run is not None:
                 rebuilt.cancel_after(reader.run.number)
 
@@ -149,7 +149,7 @@ def _join(thread: RebuiltListThread, rebuilt: RebuiltLists, rules: ListRules) ->
     thread.waits = False
     reader = thread.reader
     run = reader.run if isinstance(reader, RootThread) else None
-    if run is None or run.item(run.number).failed:
+    if run is None or run.item(run.number).failed or run.is_declined:
         return
     del thread.sequence[thread.segment_start + rebuilt.num_kept :]
     thread.sequence += rules.item_tokens(run, run.number)
@@ -200,7 +200,9 @@ def _is_full(
     """Return whether the item that the root waits for fills the context."""
     reader = thread.reader
     run = reader.run if isinstance(reader, RootThread) else None
-    if run is None or not run.item(run.number).is_known or run.item(run.number).failed:
+    if run is None or not run.item(run.number).is_known:
+        return False
+    if run.item(run.number).failed or run.is_declined:
         return False
     num_kept = thread.segment_start + rebuilt.num_kept
     return num_kept + len(rules.item_tokens(run, run.number)) >= max_model_len

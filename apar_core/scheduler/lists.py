@@ -3,7 +3,8 @@
 Life of a list:
 
 1. `take` reads every sampled token. At the end of a head it builds the threads of the item's detail
-   and of the next head. The root thread then waits for the item; a head thread ends.
+   and of the next head. The root thread then waits for the item; a head thread ends. Where the
+   fork policy expects no gain, a list is declined instead: the root thread goes on.
 2. Heads that are far ahead of the root wait (`ListItems.ahead`).
 3. When the item is complete, `settle` continues the root after it: an engine request with the
    root's id, whose prompt ends with the item.
@@ -29,11 +30,11 @@ from apar_core.step_costs.costs import StepBatch
 from apar_core.tree.thread_names import thread_request_id
 from apar_core.vllm_names import FinishReason, Request, RequestStatus
 
-USEFUL_SHARE = 0.4
-"""Of the tokens that the threads of a list compute, those that one thread would compute too.
+USEFUL_SHARE = 0.25
+"""Text that a row of a list's threads is taken to give, as a share of that of another row.
 
-The others are discarded, or computed once more when the root continues after an item. Counted in
-virtual time on recorded answers (docs/lists.md).
+The rest is discarded, or computed once more when the root continues after an item. Chosen in
+virtual time, so that lists lose at no number of requests (docs/lists.md).
 """
 _ITEM = "item"
 _NO_BLOCK = OpenBlock((), (), None)
@@ -96,15 +97,22 @@ class Lists(Joins):
             if mark is True:
                 thread.status = RequestStatus.FINISHED_STOPPED
                 return taken, True
-            is_last = index == len(token_ids)
-            if isinstance(mark, ListBlock) and is_last and self._declines(group, thread, mark):
-                return taken, False
             if isinstance(mark, ListBlock | NextItem):
-                return taken, self._open(group, thread, mark)
+                return taken, self._open(group, thread, mark, is_last=index == len(token_ids))
         return taken, False
 
-    def _open(self, group: ListGroup[Request], thread: Request, mark: ListBlock | NextItem) -> bool:
-        """Open an item, or let the root wait for one; return whether the thread ends."""
+    def _open(
+        self,
+        group: ListGroup[Request],
+        thread: Request,
+        mark: ListBlock | NextItem,
+        *,
+        is_last: bool,
+    ) -> bool:
+        """Open an item, or let the root wait for one; return whether the thread ends.
+
+        `is_last`: the step has given the thread no further token.
+        """
         self._scheduler.held.release(group.root_id)
         is_root = thread.request_id == group.root_id
         if isinstance(mark, NextItem):
@@ -113,7 +121,12 @@ class Lists(Joins):
         else:
             if is_root:
                 group.num_kept, group.heads = mark.num_inherited or 0, {}
-            self._open_item(group, thread, mark)
+            if is_root and not self._pays(thread):
+                self._decline(group, thread, mark)
+                if is_last:
+                    return False
+            else:
+                self._open_item(group, thread, mark)
         if is_root:
             waiting: Waiting = WaitingParent(thread, _NO_BLOCK, [_ITEM])
             self._pausing.append((group, waiting))
@@ -121,26 +134,20 @@ class Lists(Joins):
         thread.status = RequestStatus.FINISHED_STOPPED
         return True
 
-    def _declines(self, group: ListGroup[Request], thread: Request, block: ListBlock) -> bool:
-        """Let the root write a list itself where its threads would lower the throughput.
+    def _pays(self, root: Request) -> bool:
+        """Return whether the threads of a list that the root has begun raise the throughput."""
+        scheduler = self._scheduler
+        batch = scheduler.coming_batch().grown(rows=scheduler.admission.num_new, attended_tokens=0)
+        return scheduler.admission.policy.pays(
+            batch, attended=root.num_tokens, useful_share=USEFUL_SHARE
+        )
 
-        The threads of the list count as refused, and the root continues at once.
-        """
-        if thread.request_id != group.root_id:
-            return False
-        scheduler, place = self._scheduler, group.places[group.root_id]
-        detail, _ = block.inherited(place.segment_start)
-        batch = scheduler.coming_batch()
-        if scheduler.admission.policy.pays(batch, attended=detail, useful_share=USEFUL_SHARE):
-            return False
-        scheduler.held.release(group.root_id)
+    def _decline(self, group: ListGroup[Request], root: Request, block: ListBlock) -> None:
+        """Refuse the threads of a list; the root writes it itself."""
         for reader in group.rules.child_readers(block):
             child_id, _ = group.next_child(group.root_id)
-            scheduler.refuse(group, thread.client_index, child_id)
-            reader.ends(())
-        place.segment_start = thread.num_tokens
-        group.heads = {}
-        return True
+            self._scheduler.refuse(group, root.client_index, child_id)
+            reader.ends((), refused=True)
 
     def _open_item(self, group: ListGroup[Request], parent: Request, block: ListBlock) -> None:
         """Build the threads of an item's detail and of the next head."""
@@ -156,7 +163,7 @@ class Lists(Joins):
                 group, parent, ordinal, num_inherited, child.seed, _max_tokens(group)
             )
             if request is None:
-                reader.ends(())
+                reader.ends((), refused=True)
                 continue
             group.readers[child_id] = reader
             if group.rules.is_ahead(reader):
@@ -247,7 +254,7 @@ class Lists(Joins):
         del group.waiting[group.root_id]
         num_kept = parent.num_tokens
         item_ids: tuple[int, ...] = ()
-        if not run.item(run.number).failed:
+        if not (run.item(run.number).failed or run.is_declined):
             num_kept = place.segment_start + lists.num_kept
             item_ids = lists.rules.item_tokens(run, run.number)
             place.segment_start = num_kept + len(item_ids)

@@ -263,8 +263,10 @@ def open_engine(
     engine: OfflineEngine
     if settings.is_virtual:
         engine = _virtual_engine(settings, model, parallel_format)
-    else:
+    elif parallel_format is None:
         engine = _real_engine(settings, model)
+    else:
+        raise EvaluationError(f"format {parallel_format}: only in virtual time")
     try:
         if parallel_format is not None:
             return ExperimentEngine(engine, (engine.tokenizer.eos_token_id,))

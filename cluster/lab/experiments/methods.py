@@ -157,7 +157,7 @@ METHODS = {
 
 
 PEER_METHODS = tuple(name for name, each in METHODS.items() if each.parallel_format is None)
-"""All methods that write the same threads, which are those of the trace."""
+"""All methods whose threads are those of the trace, or which have none."""
 
 
 @dataclass(frozen=True, slots=True)

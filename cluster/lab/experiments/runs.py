@@ -133,6 +133,9 @@ def do_runs(
     # The adaptive policy's time per token is a multiple of the sequential run's mean step.
     first = [key for key in missing if not _is_adaptive(key)]
     later = [key for key in missing if _is_adaptive(key)]
+    for each in (first, later):
+        # An engine is started for each model and format.
+        each.sort(key=lambda key: (key.model, METHODS[key.method].parallel_format or ""))
     number = min(workers, len(missing)) if settings.is_virtual else 1
     with grid(number, Worker, settings) as run_all:
         for wave in (first, later):
@@ -210,6 +213,7 @@ class Worker:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+            gc.unfreeze()
 
     def _engine_of(self, model: str, parallel_format: str | None) -> ExperimentEngine:
         if self._engine is None or self._engine_model != (model, parallel_format):

@@ -27,12 +27,8 @@ from apar_core.step_costs.costs import StepCosts
 if TYPE_CHECKING:
     from cluster.lab.virtual.shared_reads import Grouping
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_FURTHER_FILES = ("chat_template.jinja", "generation_config.json")
 _DIMENSIONS = (
     "hidden_size",
     "intermediate_size",
@@ -87,9 +83,9 @@ def write_model_folder(config: Mapping[str, Any], folder: Path, source: Path) ->
     model["num_key_value_heads"] = config["num_attention_heads"]
     model.update(given, max_position_embeddings=1 << 17)
     (folder / "config.json").write_text(json.dumps(model, indent=1), encoding="utf-8")
-    for name in _TOKENIZER_FILES:
-        if (source / name).exists():
-            copyfile(source / name, folder / name)
+    further = [name for name in _FURTHER_FILES if (source / name).exists()]
+    for name in (*_TOKENIZER_FILES, *further):
+        copyfile(source / name, folder / name)
     return folder
 
 

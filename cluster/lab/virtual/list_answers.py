@@ -11,6 +11,7 @@ tokens, as it does for a model.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice, takewhile
@@ -32,6 +33,7 @@ from apar_core.tree.thread_names import ThreadPath
 
 LIST_ANSWER_ARG = "apar_list_answer"
 """Key of `SamplingParams.extra_args`: a `ListAnswer` as JSON text."""
+_BLANK_LINES = re.compile(r"[ \n]*\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,9 @@ class ListAnswer:
             return self.flat[len(own) :]
         pairs = zip(own, self.flat, strict=False)
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        found = next(each for each in reversed(self.lists) if each.start <= num_same)
+        found = next((each for each in reversed(self.lists) if each.start <= num_same), None)
+        if found is None or len(path) > len(found.items):
+            raise EvaluationError(f"the recorded answer has no text for the thread at {path}")
         item = found.items[len(path) - 1]
         # The children of a block are the detail and the head.
         return item.next_head if path[-1] % 2 else item.detail
@@ -147,13 +151,13 @@ class _Writer:
 
     def answer(self, prompt_tokens: int) -> ListAnswer:
         """Return the tokens of the text, and the threads of each list that may be found in it."""
-        found = self._lists()
+        first_found, found = self._lists()
         flat: list[int] = []
         # Tokens before the positions of the text at which the items of lists begin.
         num_before: dict[int, int] = {}
         written = start = 0
-        while start in found:
-            each = found[start]
+        while start in first_found:
+            each = first_found[start]
             flat += self._encode(self._text[written : each.items[0].start])
             for number, item in enumerate(each.items):
                 flat += self._encode(each.shape.separator) if number else []
@@ -165,29 +169,35 @@ class _Writer:
         flat += self._encode(self._text[written:])
         lists = {
             num_before[first]: ParallelList(num_before[first], self._threads(each))
-            for each in found.values()
+            for each in found
             if (first := each.items[0].start) in num_before
         }
         ordered = [lists[position] for position in sorted(lists)]
         return ListAnswer(prompt_tokens, [*flat, self._end_id], ordered)
 
-    def _lists(self) -> dict[int, _List]:
-        """Return the list that is found from each position where the root begins to look for one.
+    def _lists(self) -> tuple[dict[int, _List], list[_List]]:
+        """Return the lists that are found if every one is written in parallel, and all others.
 
-        These are the start, the ends of lists, and where the engine writes no list in parallel, the
-        ends of the heads with which it would begin.
+        The former by the position where the root begins to look for a list: the start, and the ends
+        of lists. The others follow a list that the engine has declined.
         """
-        found: dict[int, _List] = {}
+        first_found: dict[int, _List] = {}
+        found: list[_List] = []
         starts = [0]
-        while starts:
-            start = starts.pop()
-            one = _find(self._text, start)
-            if start not in found and one is not None:
-                of_list, position = one
+        for start in starts:
+            finder = ListFinder()
+            for position, character in enumerate(self._text[start:], start + 1):
+                of_list = finder.feed(character)
+                if of_list is None:
+                    continue
+                finder.decline()
                 each = self._list(of_list, start + of_list.num_before, position)
-                found[start] = each
-                starts += [position, each.items[-1].end]
-        return found
+                first_found.setdefault(start, each)
+                found.append(each)
+                end = each.items[-1].end
+                if end not in starts:
+                    starts.append(end)
+        return first_found, found
 
     def _list(self, found: FoundList, start: int, position: int) -> _List:
         """Read a list; `start` and `position` are where its second item and the detail begin."""
@@ -201,7 +211,8 @@ class _Writer:
             items.append(_Item(start, marker, head, text[position:end], position))
             number += 1
             marker = shape.marker.text(number)
-            begin = len(text) - len(text[end:].lstrip())
+            blank = _BLANK_LINES.match(text, end)
+            begin = end if blank is None else blank.end()
             follows = self._has_next(shape, number, end, begins_line=is_line_end)
             if not follows or not text.startswith(marker, begin):
                 return _List(shape, items, number, None)
@@ -268,13 +279,3 @@ class _Writer:
 def _words(text: str) -> list[str]:
     """Return the words; of those that tokens may split within a character, what can be compared."""
     return text.encode("ascii", "ignore").decode().split()
-
-
-def _find(text: str, position: int) -> tuple[FoundList, int] | None:
-    """Return the first list after a position, and where its second head ends."""
-    finder = ListFinder()
-    for index, character in enumerate(text[position:], position + 1):
-        found = finder.feed(character)
-        if found is not None:
-            return found, index
-    return None

@@ -345,6 +345,41 @@ def test_the_root_writes_many_lists_that_the_policy_declines(
     check_declined_lists(model_dir, shape, [case.text for case in cases], seed, steps)
 
 
+class NeverPays(EagerPolicy):
+    def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 4])
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_declined_list_costs_nothing(
+    model_dir: Path, run_ahead: bool, tokens_per_step: int
+) -> None:
+    shape = EngineShape(
+        max_model_len=2000, num_blocks=600, run_ahead=run_ahead, tokens_per_step=tokens_per_step
+    )
+    engine = ScriptedEngine(shape, model_dir)
+    engine.scheduler.admission.policy = NeverPays()
+    text = "".join(f"{number}. Head: and its detail, of some length.\n" for number in range(1, 9))
+    answer = list_answer(text, RULES, len(PROMPT), END)
+    parameters = block_parameters(LISTS)
+    engine.add("a", PROMPT, answer.script, max_tokens=1900, parameters=parameters)
+
+    engine.run(max_steps=20000)
+
+    engine.assert_nothing_is_left()
+    assert TOKENIZER.decode(engine.texts["a"]) == text
+    statistics = engine.threads["a"].statistics(len(PROMPT))
+    assert (statistics.threads, statistics.forks, statistics.joins) == (1, 0, 0)
+    assert statistics.discarded_tokens == 0
+    # At each item from the second on.
+    counters = engine.scheduler.admission.counters
+    assert (counters.refused, counters.accepted) == (2 * 7, 0)
+    if tokens_per_step == 1:
+        assert [name for name, _ in engine.prompts] == ["a"]
+        assert statistics.decode_steps == statistics.sequential_steps
+
+
 def test_a_list_is_declined_or_written_in_parallel_item_by_item(model_dir: Path) -> None:
     items = "".join(f"{number}. Head: and its detail, of some length.\n" for number in range(1, 9))
 

@@ -178,16 +178,22 @@ def test_clients_that_keep_the_limit_do_what_the_engine_does_with_its_own(
     assert by_clients.samples == by_engine.samples
 
 
-def test_lists_pay_with_few_requests_and_are_declined_with_many(worker: Worker) -> None:
-    few = KEY.model_copy(update={"concurrency": 1, "is_closed_loop": True})
-    many = KEY.model_copy(update={"kv_share": 1.0, "concurrency": 12, "is_closed_loop": True})
+def test_lists_pay_with_one_request_and_are_declined_where_they_do_not(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = KEY.model_copy(update={"concurrency": 1, "is_closed_loop": True})
 
-    def run(key: RunKey, method: str) -> Run:
-        return worker.run(key.of_method(method), 0.05)
+    def run(method: str) -> Run:
+        return worker.run(one.of_method(method), 0.05)
 
-    assert run(few, "lists").latency_s.mean < 0.9 * run(few, "sequential").latency_s.mean
-    assert run(few, "lists-adaptive").forks > 0
-    assert run(many, "lists-adaptive").text_tokens == run(many, "sequential").text_tokens
+    lists, adaptive = run("lists"), run("lists-adaptive")
+    monkeypatch.setattr("apar_core.scheduler.lists.USEFUL_SHARE", 0.0)
+    declined = run("lists-adaptive")
+
+    assert lists.latency_s.mean < 0.9 * run("sequential").latency_s.mean
+    assert adaptive.forks == lists.forks
+    # The policy admits everything until it has seen some steps.
+    assert declined.forks < 0.3 * lists.forks
 
 
 def test_a_smaller_cache_is_kept_to_and_takes_longer(worker: Worker, runs: dict[str, Run]) -> None:

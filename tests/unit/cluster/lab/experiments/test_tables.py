@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from apar_core.reporting import Report, ReportTable, write_report
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.files import write_costs
+from cluster.lab.experiments.methods import METHODS
+from cluster.lab.experiments.plots import METHOD_COLOURS
 from cluster.lab.experiments.report import build_report
 from cluster.lab.experiments.runs import CategoryCounts, Run
 from cluster.lab.experiments.samples import Sample, Spread
@@ -219,3 +221,8 @@ def test_given_costs_describe_one_device_only(tmp_path: Path) -> None:
         ExperimentSettings(
             trace=Path("answers.jsonl"), costs=tmp_path / "costs.json", gpus=("h100", "h200")
         )
+
+
+def test_every_method_has_a_colour_of_its_own() -> None:
+    assert METHOD_COLOURS.keys() == METHODS.keys()
+    assert len(set(METHOD_COLOURS.values())) == len(METHODS)
