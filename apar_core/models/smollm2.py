@@ -97,13 +97,13 @@ APAR_SMOLLM2 = ForkingModel(
     files={
         **SMOLLM2.files,
         "config.json": ("125239482e59167c554488f7371f19dbd01ad3a03022efa4523d9ad09d706e29"),
-        "model.safetensors": ("5efa12e86bdd3c7030fc2d8f7602e058c96ff67780deae07105cae7bd4c58644"),
+        "model.safetensors": ("ca4de4c29696a071aa2100a62c1d00f9c563403462350537b1be69e389f3d454"),
         "tokenizer.json": ("10073e97bf49a9e1ef9ccc1e620c4a05a7f52e718b52b02e1c1c11702fa61c26"),
         "adapter/adapter_config.json": (
             "7be984384822ceb940f5e4217b2444aebd8c2f3a98346c520dabc1ef9ebbd126"
         ),
         "adapter/adapter_model.safetensors": (
-            "c1fcdb9818dc01865d25b8fbd048f3b1d9d36a9b6653f9ed419d4c2b7c2048bb"
+            "6d1e00d1e87b3792adfe7d26e9733aaebd8e5860effc6c1465c8e99a0877ede7"
         ),
     },
     base=SMOLLM2,
