@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
-from cluster.lab.experiments.methods import METHODS
+from cluster.lab.experiments.methods import PEER_METHODS
 from cluster.lab.experiments.scale_out import ReplicasRun
 from cluster.lab.experiments.settings import ExperimentSettings
 from tests.fakes import apar_command
@@ -86,7 +86,7 @@ def test_options_become_settings_and_unset_ones_keep_the_defaults(
 
     assert (code, "stop here" in output) == (1, True)
     assert made[0] == ExperimentSettings(trace=Path("t"))
-    assert made[0].peer_methods == tuple(METHODS)
+    assert made[0].peer_methods == PEER_METHODS
     assert (made[1].kv_shares, made[1].peer_shares) == ((0.2, 0.9), (0.2, 0.9))
     assert (made[1].sample_s, made[1].gpus) == (0.5, ("h100", "a100-80gb"))
 
