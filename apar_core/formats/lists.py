@@ -95,6 +95,11 @@ class ListRun:
         """Whether no thread was opened: the root writes on as if there were no list."""
         return self.number == self.first_number and self.item(self.number).refused
 
+    @property
+    def gives_item(self) -> bool:
+        """Whether the root continues after an item of other threads, not after its own tokens."""
+        return not (self.item(self.number).failed or self.is_declined)
+
 
 @dataclass(frozen=True, slots=True)
 class ListBlock(OpenBlock):

@@ -149,7 +149,7 @@ def _join(thread: RebuiltListThread, rebuilt: RebuiltLists, rules: ListRules) ->
     thread.waits = False
     reader = thread.reader
     run = reader.run if isinstance(reader, RootThread) else None
-    if run is None or run.item(run.number).failed or run.is_declined:
+    if run is None or not run.gives_item:
         return
     del thread.sequence[thread.segment_start + rebuilt.num_kept :]
     thread.sequence += rules.item_tokens(run, run.number)
@@ -200,9 +200,7 @@ def _is_full(
     """Return whether the item that the root waits for fills the context."""
     reader = thread.reader
     run = reader.run if isinstance(reader, RootThread) else None
-    if run is None or not run.item(run.number).is_known:
-        return False
-    if run.item(run.number).failed or run.is_declined:
+    if run is None or not run.item(run.number).is_known or not run.gives_item:
         return False
     num_kept = thread.segment_start + rebuilt.num_kept
     return num_kept + len(rules.item_tokens(run, run.number)) >= max_model_len

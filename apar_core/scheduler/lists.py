@@ -254,7 +254,7 @@ class Lists(Joins):
         del group.waiting[group.root_id]
         num_kept = parent.num_tokens
         item_ids: tuple[int, ...] = ()
-        if not (run.item(run.number).failed or run.is_declined):
+        if run.gives_item:
             num_kept = place.segment_start + lists.num_kept
             item_ids = lists.rules.item_tokens(run, run.number)
             place.segment_start = num_kept + len(item_ids)

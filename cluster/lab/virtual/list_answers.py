@@ -62,8 +62,8 @@ class ListAnswer:
 
     prompt_tokens: their number. flat: tokens of the text and one end token; line breaks between two
         items are those between the first two.
-    lists: by position; a list that the engine does not write in parallel may be found again at a
-        later item, so the same items may be in several.
+    lists: by position. The same items may be in several lists: one that the engine declines is
+        found again at a later item.
     """
 
     prompt_tokens: int
