@@ -38,7 +38,7 @@ _BOLD_LEAD = re.compile(r"\s*(?P<mark>\*\*|__)[^*_]+(?P=mark)(?=\s+\w)")
 _SENTENCE_END = tuple(".!?;,")
 _LINE = "\n"
 # What begins and ends a thought in the chat templates of DeepSeek, Qwen, MiniMax, Seed, Mistral,
-# Cohere, Kimi and gpt-oss.
+# Cohere, Kimi and gpt-oss. Within a line an answer only writes about such a mark.
 _BEGINS_THOUGHT = re.compile(
     r"<(?:\w{1,8}:)?think(?:ing)?>|<thought>|<reasoning>|\[THINK\]|<\|START_THINKING\|>|◁think▷"
     r"|<\|channel\|>analysis"
@@ -250,7 +250,7 @@ class ListFinder(_Lines):
     def __init__(self, *, in_thought: bool = False) -> None:
         super().__init__()
         self._in_thought = in_thought
-        self._tail = ""
+        self._tail = _LINE
         self._item: _Item | None = None
         self._in_item_line = False
         self._second: tuple[HeadReader, FoundList] | None = None
@@ -293,10 +293,10 @@ class ListFinder(_Lines):
     def _follow_thought(self, piece: str) -> bool:
         """Return whether a piece is part of the answer, not of a thought or its marks."""
         self._tail = (self._tail + piece)[-(len(piece) + _MARK_CHARACTERS) :]
-        in_thought = ends_in_thought(self._tail)
+        in_thought = _ends_in_thought(self._tail)
         if in_thought is None:
             return not self._in_thought
-        self._in_thought, self._tail = in_thought, ""
+        self._in_thought, self._tail = in_thought, _LINE
         self._item = self._second = None
         self.in_code = False
         self.begins_line()
@@ -385,13 +385,12 @@ class ListFinder(_Lines):
         item.line = (item.line + text)[:_KEPT_CHARACTERS]
 
 
-def ends_in_thought(text: str) -> bool | None:
+def _ends_in_thought(text: str) -> bool | None:
     """Return whether the last mark of a text begins a thought; None if there is no mark."""
-    marks = [
-        (match.start(), begins)
-        for begins, pattern in ((True, _BEGINS_THOUGHT), (False, _ENDS_THOUGHT))
-        for match in pattern.finditer(text)
-    ]
+    marks = [(match.start(), False) for match in _ENDS_THOUGHT.finditer(text)]
+    for match in _BEGINS_THOUGHT.finditer(text):
+        if text[: match.start()].rstrip(" ").endswith(_LINE):
+            marks.append((match.start(), True))
     return max(marks)[1] if marks else None
 
 

@@ -132,6 +132,13 @@ def test_a_list_after_a_thought_opens(begins, ends, split) -> None:  # type: ign
     assert found[0] == text
 
 
+@pytest.mark.parametrize("split", [list, words])
+def test_a_list_after_text_about_a_mark_of_thoughts_opens(split) -> None:  # type: ignore[no-untyped-def]
+    text = f"Write `<think>` first, as `<thinking>` is read as text.\n1. Head: {DETAIL}\n2. Next:"
+
+    assert find(split(text)) is not None
+
+
 def test_a_thought_that_the_prompt_has_opened_opens_nothing() -> None:
     finder = ListFinder(in_thought=True)
     text = f"1. A: {DETAIL}\n2. B: {DETAIL}\n</think>\n\nDone."
