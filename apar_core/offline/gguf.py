@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,8 +66,12 @@ _PRE_TOKENIZERS = {
 }
 
 
-def convert_gguf(content: bytes, folder: Path, progress: ShowProgress) -> None:
+def convert_gguf(
+    content: bytes, folder: Path, progress: ShowProgress, sampling: Mapping[str, float]
+) -> None:
     """Write the checkpoint of a GGUF file's content to a new folder, in bfloat16.
+
+    `sampling` becomes the default of requests.
 
     Raises CheckpointError if the file is no Llama model with tied embeddings and a tokenizer that
     is known here.
@@ -83,7 +88,7 @@ def convert_gguf(content: bytes, folder: Path, progress: ShowProgress) -> None:
     config = _config(facts)
     write_json(folder / "config.json", config)
     special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    write_json(folder / "generation_config.json", special)
+    write_json(folder / "generation_config.json", {**special, **sampling})
     write_json(folder / "tokenizer.json", _tokenizer(facts))
     write_json(folder / "tokenizer_config.json", _tokenizer_config(facts))
     template = folder / "chat_template.jinja"

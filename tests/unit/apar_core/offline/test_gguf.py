@@ -30,13 +30,13 @@ from tests.fakes.small_gguf import (
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf") / "checkpoint"
-    convert_gguf(small_gguf(), folder, NoProgress())
+    convert_gguf(small_gguf(), folder, NoProgress(), {"temperature": 0.5})
     return folder
 
 
 def converted(folder: Path, kind: int, shape: tuple[int, ...], blocks: bytes, name: str) -> Any:
     """Return the only tensor of a file after its conversion."""
-    convert_gguf(gguf_file(FACTS, {name: (kind, shape, blocks)}), folder, NoProgress())
+    convert_gguf(gguf_file(FACTS, {name: (kind, shape, blocks)}), folder, NoProgress(), {})
     [tensor] = load_file(folder / "model.safetensors").values()
     return tensor.float().numpy()
 
@@ -81,6 +81,7 @@ def test_the_checkpoint_runs_in_transformers(checkpoint: Path) -> None:
     assert model.config.max_position_embeddings == 128
     assert model.config.rms_norm_eps == 1e-5
     assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == (2, 1)
+    assert model.generation_config.temperature == 0.5
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -113,7 +114,7 @@ def test_chats_end_with_the_token_of_the_end(checkpoint: Path) -> None:
 )
 def test_other_models_are_refused(tmp_path: Path, changes: dict[str, str], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        convert_gguf(small_gguf(FACTS | changes), tmp_path / "made", NoProgress())
+        convert_gguf(small_gguf(FACTS | changes), tmp_path / "made", NoProgress(), {})
 
     assert not (tmp_path / "made").exists()
 
@@ -122,4 +123,4 @@ def test_other_types_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"token_embd\.weight: tensors of GGUF's type 12"):
         converted(tmp_path / "made", 12, (1, 32), bytes(100), "token_embd")
     with pytest.raises(CheckpointError, match="not a GGUF file of version 3"):
-        convert_gguf(b"PK" + bytes(30), tmp_path / "other", NoProgress())
+        convert_gguf(b"PK" + bytes(30), tmp_path / "other", NoProgress(), {})
