@@ -16,7 +16,7 @@ from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.evaluation.replay_text import load_text
 from tests.fakes.apar_command import APAR
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 QUESTIONS = (
     "Give me 5 tips for learning guitar.",
@@ -86,7 +86,6 @@ def test_answers_and_their_replays_agree(tmp_path: Path) -> None:
     assert of_guitar["loss"] == pytest.approx(plain, rel=0.02)
 
 
-@pytest.mark.slow
 def test_a_model_whose_parent_waits_is_replayed_too(tmp_path: Path) -> None:
     report, answers, printed = evaluate(
         tmp_path / "forks", "--model", "apar-tiny-threadweaver", "--max-tokens", "600"

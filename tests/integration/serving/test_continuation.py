@@ -71,7 +71,8 @@ def test_a_stream_that_loses_two_replicas_continues_at_the_third(replicated: Ser
     assert replicated.record(answer.request_id)["continued"] >= 2
 
 
-@pytest.mark.parametrize("kills_replica", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills_replica", [False, True])
 def test_a_whole_answer_whose_replica_is_killed_is_generated_again(
     replicated: Server, kills_replica: bool
 ) -> None:

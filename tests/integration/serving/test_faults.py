@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.rogue_peer import RoguePeer
 from tests.integration.serving.apar_process import ENGINE, GATEWAY, REPLICA, Server, held
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Give me 5 tips for sleeping well."}],
     "max_tokens": 800,
@@ -51,7 +51,6 @@ async def wait_until_served(client: httpx.AsyncClient) -> float:
         await asyncio.sleep(0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("title", [ENGINE, REPLICA])
 async def test_requests_outlive_the_only_replica_and_end_at_its_successor(
     server: Server, title: str
@@ -101,7 +100,6 @@ async def taken_over(victim: psutil.Process, file: Path) -> list[RoguePeer]:
     return list(rogues.values())
 
 
-@pytest.mark.slow
 async def test_another_process_at_the_ports_of_a_killed_replica_gets_no_prompt(
     server: Server, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from tests.integration.serving.load_clients import chat
 from tests.integration.serving.shared_server import SharedServer
 
 # The last tests of the shared server.
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 # Without forks it takes as many steps as tokens.
 LONG = chat("Give me 5 tips for sleeping well.", "apar-tiny") | {
     "max_tokens": 800,
@@ -87,7 +87,6 @@ async def test_on_sigterm_streams_end_and_new_requests_are_refused(shared: Share
         probe.bind(("127.0.0.1", int(server.url.rpartition(":")[2])))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("drain_s", "signals"), [(0.5, 1), (3600, 2)])
 async def test_requests_that_outlast_the_drain_time_or_a_second_signal_end_with_an_error(
     tmp_path: Path, drain_s: float, signals: int
