@@ -27,6 +27,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed-$(DEVICE)
 SERVE_VENV := $(VENV_$(SERVE_ON))
 SERVE_INSTALLED := $(SERVE_VENV)/installed-$(SERVE_ON)
+# Tests start many commands, and each would compile the modules of this repository again.
+unexport PYTHONDONTWRITEBYTECODE
 # Once, even if there was no network.
 SERVE_FETCHED := $(SERVE_VENV)/fetched
 TORCH := -r requirements/torch-cpu.txt

@@ -25,8 +25,6 @@ NOT_RUN = {
     "docker": "there is no container daemon",
 }
 RUN = [line for line in commands() if not line.startswith(tuple(NOT_RUN))]
-# Each of these starts an engine; `make test-slow` runs the others.
-FAST = next(line for line in RUN if " generate " in line and "smollm2" not in line)
 PROGRAMS = ("from vllm import LLM", "from openai import OpenAI")
 
 
@@ -44,10 +42,8 @@ def test_a_make_target_exists(line: str) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "line",
-    [pytest.param(line, marks=[pytest.mark.slow] * (line != FAST)) for line in RUN],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("line", RUN)
 def test_a_command_of_the_quick_start_succeeds(line: str) -> None:
     apar, *arguments = shlex.split(line)
     assert apar.endswith("apar")

@@ -175,9 +175,8 @@ def test_two_processes_train_what_one_does(tmp_path: Path, command: str) -> None
         torch.testing.assert_close(together[name], weight, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize(
-    "flags", [(), pytest.param(("--shard",), marks=pytest.mark.slow)], ids=["replicated", "sharded"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--shard",)], ids=["replicated", "sharded"])
 def test_rows_that_the_processes_cannot_share_evenly_change_nothing(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.serving.apar_process import ENGINE, Server, authorization, slowed
 from tests.integration.serving.killed_streams import BODIES, TIMEOUT_S, Victims, stream
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 KILL_AFTER = {
     "chat": 1,
@@ -25,14 +25,8 @@ KILL_AFTER = {
 """Pieces of text after which a stream's replica is killed: early enough that more must come."""
 
 
-@pytest.mark.parametrize(
-    ("name", "kills_replica"),
-    [
-        pytest.param(name, replica, marks=[pytest.mark.slow] * (not (name == "chat" and replica)))
-        for name in BODIES
-        for replica in (True, False)
-    ],
-)
+@pytest.mark.parametrize("kills_replica", [True, False])
+@pytest.mark.parametrize("name", BODIES)
 def test_a_stream_whose_replica_is_killed_equals_the_uninterrupted_one(
     replicated: Server, name: str, kills_replica: bool
 ) -> None:
@@ -53,7 +47,6 @@ def test_a_stream_whose_replica_is_killed_equals_the_uninterrupted_one(
     assert replicated.record(answer.request_id)["continued"] >= 1
 
 
-@pytest.mark.slow
 def test_a_stream_that_loses_two_replicas_continues_at_the_third(replicated: Server) -> None:
     expected = stream(replicated, "unforked chat")
     victims = Victims(replicated)
@@ -71,7 +64,6 @@ def test_a_stream_that_loses_two_replicas_continues_at_the_third(replicated: Ser
     assert replicated.record(answer.request_id)["continued"] >= 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kills_replica", [False, True])
 def test_a_whole_answer_whose_replica_is_killed_is_generated_again(
     replicated: Server, kills_replica: bool
@@ -105,7 +97,6 @@ def text_of(lines: Iterator[str], num_characters: int) -> str:
     return text
 
 
-@pytest.mark.slow
 def test_a_client_that_leaves_a_moved_stream_leaves_nothing_behind(replicated: Server) -> None:
     path, body = BODIES["unforked chat"]
     body = body | {"stream": True, "max_tokens": 1500}
