@@ -53,7 +53,7 @@ test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (13 minut
 	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" --numprocesses auto
 
 test-slow: $(INSTALLED) ## Run the slow tests, and the property tests on four times as many examples
-	$(BIN)/python -m pytest -m "slow and not gpu and not kills" tests
+	$(BIN)/python -m pytest -m "slow and not gpu and not kills" --junitxml out/slow.xml tests
 	APAR_ALL_EXAMPLES=1 $(BIN)/python -m pytest -m "hypothesis and not slow" --numprocesses auto
 
 test-kills: $(INSTALLED) ## Kill 50 gateways, replicas, engines, HAProxies and controllers under load (25 minutes; KILLS=, REQUESTS=, SEED=)

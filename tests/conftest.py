@@ -89,13 +89,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-def pytest_collection_finish() -> None:
-    """Exempt the imported modules from garbage collection.
+def exempt_from_collection() -> None:
+    """Exempt all objects that are alive from garbage collection.
 
-    transformers' Trainer collects garbage after each run, which takes seconds otherwise.
+    With everything that is imported one takes half a second, and transformers' Trainer collects
+    after each run.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what the test modules have imported."""
+    exempt_from_collection()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Exempt what a module's tests have imported or cached."""
+    if nextitem is not None and nextitem.path != item.path:
+        exempt_from_collection()
 
 
 def pytest_sessionfinish() -> None:

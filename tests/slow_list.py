@@ -1,0 +1,100 @@
+"""Write `tests/slow.md`, the list of the slow tests with their last runs.
+
+    make test-slow                                     # writes out/slow.xml
+    python -m tests.slow_list out/slow.xml 2026-11-28
+
+A module that did not run keeps its row. What a module's tests guard is the first line of its
+docstring.
+"""
+
+import ast
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+LIST = ROOT / "slow.md"
+CI = ROOT.parent / ".ci" / "run"
+HEAD = """\
+# Slow tests
+
+The tests that `make test` leaves out, what they guard, and their last run. Continuous integration
+(`.ci/run`) runs those with "CI", `make test-slow` all but `test_kills.py` (`make test-kills`). Kept
+by `python -m tests.slow_list`.
+
+| Module in `tests/` | Guards | CI | Last run | Passed | Minutes |
+|---|---|---|---|---|---|
+"""
+ROW = re.compile(r"\| `(?P<module>[^`]+)` \|.*\| (?P<run>[^|]* \| [^|]* \| [^|]*) \|")
+
+
+@dataclass
+class Run:
+    """Results of one module's tests."""
+
+    outcomes: Counter[str]
+    seconds: float = 0.0
+
+    def row(self, when: str) -> str:
+        """Return the last three cells of the module's row."""
+        outcomes = {kind: number for kind, number in self.outcomes.items() if number}
+        said = ", ".join(
+            str(number) if kind == "passed" else f"{number} {kind}"
+            for kind, number in sorted(outcomes.items(), key=lambda each: each[0] != "passed")
+        )
+        return f"{when} | {said} | {self.seconds / 60:.1f}"
+
+
+def slow_modules() -> dict[str, str]:
+    """Map the modules with slow tests to the first line of their docstring."""
+    found = {}
+    for file in sorted(ROOT.rglob("test_*.py")):
+        text = file.read_text(encoding="utf-8")
+        if re.search(r"pytest\.mark\.(slow|kills)\b", text):
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            found[str(file.relative_to(ROOT))] = docstring.partition("\n")[0].replace("|", r"\|")
+    return found
+
+
+def runs(report: Path) -> dict[str, Run]:
+    """Return the results of each module in a JUnit report."""
+    found: dict[str, Run] = {}
+    for case in ET.parse(report).iter("testcase"):  # our own file
+        name = case.get("classname", "").removeprefix("tests.").replace(".", "/") + ".py"
+        run = found.setdefault(name, Run(Counter()))
+        kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
+        run.outcomes[{"failure": "failed"}.get(kind := min(kinds, default="passed"), kind)] += 1
+        run.seconds += float(case.get("time", 0))
+    return found
+
+
+def rows(text: str) -> dict[str, str]:
+    """Return the last three cells of each row of a list, by module."""
+    return {match["module"]: match["run"] for match in ROW.finditer(text)}
+
+
+def written(last: dict[str, str]) -> str:
+    """Return the list with these last runs."""
+    ci = CI.read_text(encoding="utf-8").replace("$serving", "tests/integration/serving")
+    lines = [
+        f"| `{module}` | {guards} | {'CI' if f'tests/{module}' in ci else ''} "
+        f"| {last.get(module, 'not recorded |  | ')} |\n"
+        for module, guards in slow_modules().items()
+    ]
+    return HEAD + "".join(lines)
+
+
+def main() -> None:
+    """Take the results of a JUnit report into the list."""
+    last = rows(LIST.read_text(encoding="utf-8")) if LIST.is_file() else {}
+    if len(sys.argv) > 1:
+        report, when = Path(sys.argv[1]), sys.argv[2]
+        last |= {module: run.row(when) for module, run in runs(report).items()}
+    LIST.write_text(written(last), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
