@@ -63,7 +63,7 @@ def test_a_command_of_the_quick_start_succeeds(line: str) -> None:
     if "--show-threads" in arguments:
         lines = answer.stdout.strip().splitlines()
         assert lines[0].startswith("root  ")
-        threads = [line for line in lines if line.startswith("├── root.")]
+        threads = [line for line in lines if re.match(r"[│ ]*[├└]── root\.", line)]
         assert len(threads) >= 2
         saved = rf"{len(threads) + 1} threads, \d+ tokens in \d+ steps instead of \d+"
         assert re.search(saved, lines[-1])
