@@ -67,8 +67,11 @@ def place_of(item: pytest.Item) -> tuple[int, int]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests: groups that take long first."""
+    """Sort the tests: groups that take long first. Tests with the mark `ci` are slow ones."""
     items.sort(key=place_of)
+    for item in items:
+        if item.get_closest_marker("ci"):
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(optionalhook=True)

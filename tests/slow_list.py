@@ -19,13 +19,12 @@ ROOT = Path(__file__).resolve().parent
 LIST = ROOT / "slow.md"
 KINDS = {"error": "error", "failure": "failed", "skipped": "skipped"}
 """What a test that has not passed is called here, by its element in a JUnit report."""
-CI = ROOT.parent / ".ci" / "run"
 HEAD = """\
 # Slow tests
 
-The tests that `make test` leaves out, what they guard, and their last run. Continuous integration
-(`.ci/run`) runs those with "CI", `make test-slow` all but `test_kills.py` (`make test-kills`). Kept
-by `python -m tests.slow_list`.
+The tests that `make test` leaves out, what they guard, and their last run. `make test-slow` runs
+all but `test_kills.py` (`make test-kills`). In modules with "CI", continuous integration
+(`.ci/run`) runs the tests with the mark `ci`. Kept by `python -m tests.slow_list`.
 
 | Module in `tests/` | Guards | CI | Last run | Passed | Minutes |
 |---|---|---|---|---|---|
@@ -49,13 +48,15 @@ class Run:
 
 
 def slow_modules() -> dict[str, str]:
-    """Map the modules with slow tests to the first line of their docstring."""
+    """Map the modules with slow tests to their next two cells: what they guard, and "CI"."""
     found = {}
     for file in sorted(ROOT.rglob("test_*.py")):
         text = file.read_text(encoding="utf-8")
-        if re.search(r"pytest\.mark\.(slow|kills)\b", text):
+        if re.search(r"pytest\.mark\.(slow|ci|kills)\b", text):
             docstring = ast.get_docstring(ast.parse(text)) or ""
-            found[str(file.relative_to(ROOT))] = docstring.partition("\n")[0].replace("|", r"\|")
+            guards = docstring.partition("\n")[0].replace("|", r"\|")
+            ci = "CI" if "pytest.mark.ci" in text else ""
+            found[str(file.relative_to(ROOT))] = f"{guards} | {ci}"
     return found
 
 
@@ -78,11 +79,9 @@ def rows(text: str) -> dict[str, str]:
 
 def written(last: dict[str, str]) -> str:
     """Return the list with these last runs."""
-    ci = CI.read_text(encoding="utf-8").replace("$serving", "tests/integration/serving")
     lines = [
-        f"| `{module}` | {guards} | {'CI' if f'tests/{module}' in ci else ''} "
-        f"| {last.get(module, 'not recorded |  | ')} |\n"
-        for module, guards in slow_modules().items()
+        f"| `{module}` | {cells} | {last.get(module, 'not recorded |  | ')} |\n"
+        for module, cells in slow_modules().items()
     ]
     return HEAD + "".join(lines)
 

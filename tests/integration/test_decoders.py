@@ -110,6 +110,7 @@ def engine_answers() -> EngineAnswers:
     return run_engine()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["vanilla_apar", "medusa_apar"])
 def test_a_forking_decoder_generates_the_threads_of_the_engine(
     name: str, engine_answers: EngineAnswers
@@ -130,6 +131,7 @@ def test_plain_generates_what_the_engine_does_without_forks(engine_answers: Engi
     ]
 
 
+@pytest.mark.ci
 def test_vllms_medusa_method_takes_the_shipped_heads_and_forks_as_without(
     tmp_path: Path, engine_answers: EngineAnswers
 ) -> None:

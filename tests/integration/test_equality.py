@@ -76,21 +76,21 @@ WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {
         {"preempted", "speculated"},
     ),
 }
-# `make test-slow` runs the others.
-FAST_WAYS = {
-    "large batch, blocks of 32",
-    "short memory, blocks of 16",
-    "chunked prefill, blocks of 128",
-    "n-gram speculation, short memory, chunked prefill",
-}
+# Of these `make test` runs the first ones, and continuous integration also the second ones.
+FAST_WAYS = {"large batch, blocks of 32", "n-gram speculation, short memory, chunked prefill"}
+CI_WAYS = {"short memory, blocks of 16", "chunked prefill, blocks of 128"}
 MIN_FORKED_THREADS_PER_CHAT = 1.2
 # Filled by the tests, read by the last one.
 FORKED_THREADS: dict[str, int] = {}
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in FAST_WAYS)) for way in WAYS]
-)
+def marks(way: str) -> list[pytest.MarkDecorator]:
+    if way in FAST_WAYS:
+        return []
+    return [pytest.mark.ci if way in CI_WAYS else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=marks(way)) for way in WAYS])
 def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
     engine_args, num_chats, expected = WAYS[way]
     engine = EngineProcess(**engine_args)

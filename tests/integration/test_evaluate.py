@@ -57,6 +57,7 @@ def test_the_papers_numbers_stand_beside_those_of_its_benchmarks(tmp_path: Path)
     assert averages(report)["threads"] == pytest.approx(2.7, abs=0.3)
 
 
+@pytest.mark.ci
 def test_the_embedded_model_forks_where_plain_decoding_goes_on_alone(tmp_path: Path) -> None:
     arguments = ("--prompts", "held-out", "--answers", "4", "--device", "cpu")
     report = speed(tmp_path, *arguments)

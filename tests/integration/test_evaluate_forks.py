@@ -52,6 +52,7 @@ def plain_loss(prompt: list[int], text: list[int]) -> float:
     return float(cross_entropy(logits, torch.tensor(text), reduction="sum"))
 
 
+@pytest.mark.ci
 def test_answers_and_their_replays_agree(tmp_path: Path) -> None:
     out = tmp_path / "forks"
     report, answers, printed = evaluate(out, "--base", "apar-tiny")

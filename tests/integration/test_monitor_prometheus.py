@@ -27,6 +27,7 @@ def configured(folder: Path, *urls: str) -> Path:
     return path
 
 
+@pytest.mark.ci
 def test_prometheus_and_the_pages_tell_the_same(tmp_path: Path) -> None:
     one, two = busy_page("r1"), busy_page("r2", node="node-2")
     one.observe(catalogue.REQUEST_LATENCY, 0.02, 0.3, 0.3, 1.7, 30.0, 900.0, **OF)

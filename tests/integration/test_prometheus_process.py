@@ -71,6 +71,7 @@ def check_queries(server: Prometheus) -> None:
         server.query("sum(")
 
 
+@pytest.mark.ci
 def test_a_value_is_scraped_and_an_alert_reaches_the_webhook(
     tmp_path: Path, exporter: tuple[prometheus_client.Gauge, int]
 ) -> None:

@@ -140,6 +140,7 @@ def predicted_guesses(before: Sequence[int], rows_MD: torch.Tensor, model: Any) 
     return logits[0, len(before) :]
 
 
+@pytest.mark.ci
 def test_threads_equal_plain_decoding_and_guesses_those_of_the_prompt_tokens(
     engine: EngineProcess,
 ) -> None:

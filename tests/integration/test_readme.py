@@ -110,6 +110,7 @@ def test_plain_vllm_forks_when_given_our_scheduler(tmp_path: Path) -> None:
     assert "[Fork]" not in answer.stdout
 
 
+@pytest.mark.ci
 def test_an_offline_decoder_answers_and_records_every_pass(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(

@@ -108,12 +108,14 @@ def first_losses(settings_steps: int, out: Path) -> Sequence[float]:
     return losses
 
 
+@pytest.mark.ci
 def test_the_embedded_model_is_trained_as_when_its_weights_were_made(tmp_path: Path) -> None:
     losses = first_losses(len(LOSSES_BEFORE), tmp_path)
 
     assert losses == pytest.approx(LOSSES_BEFORE, abs=1e-4)
 
 
+@pytest.mark.ci
 def test_a_checkpoint_of_the_command_still_forks(tmp_path: Path) -> None:
     data = corpus_data(tmp_path / "data")
 

@@ -11,7 +11,7 @@ import pytest
 from apar_core.engine.async_engine import SCHEDULER_CLS
 from tests.integration.vllm_server import vllm_server
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.ci]
 
 CHAT = "/v1/chat/completions"
 TOOL = {

@@ -5,6 +5,7 @@ import pytest
 from tests.fakes.tools import needs
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("ci", "skips"), [(None, True), ("", True), ("true", False)])
 def test_a_missing_program_skips_its_tests_except_in_continuous_integration(
     monkeypatch: pytest.MonkeyPatch, ci: str | None, skips: bool

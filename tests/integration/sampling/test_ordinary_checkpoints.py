@@ -38,6 +38,7 @@ def run(
         engine.close()
 
 
+@pytest.mark.ci
 def test_an_ordinary_checkpoint_is_served_as_vllm_serves_it(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path)
 

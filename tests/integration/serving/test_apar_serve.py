@@ -34,7 +34,7 @@ def is_replica(pid: int) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_default_model_is_served_until_ctrl_c_stops_everything(tmp_path: Path) -> None:
     log, port = tmp_path / "log", free_port()
     config = tmp_path / "config.yaml"
@@ -68,7 +68,7 @@ def test_the_default_model_is_served_until_ctrl_c_stops_everything(tmp_path: Pat
         probe.bind(("127.0.0.1", port))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_sigterm_while_starting_stops_everything(tmp_path: Path) -> None:
     log = tmp_path / "log"
     tiny = ("--model", "apar-tiny")
@@ -101,7 +101,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> Non
     assert "Starting" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_an_engine_that_does_not_start_tells_why_and_leaves_only_its_log(tmp_path: Path) -> None:
     log, file = tmp_path / "log", tmp_path / "serve.yaml"
     file.write_text("models: [{kv_cache_gib: 0.001}]")

@@ -26,7 +26,9 @@ KILL_AFTER = {
 
 
 @pytest.mark.parametrize("kills_replica", [True, False])
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name == "chat")) for name in BODIES]
+)
 def test_a_stream_whose_replica_is_killed_equals_the_uninterrupted_one(
     replicated: Server, name: str, kills_replica: bool
 ) -> None:

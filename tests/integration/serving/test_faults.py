@@ -141,6 +141,7 @@ def wait_for_threads(server: Server, number: int) -> None:
         assert time.monotonic() < deadline, load
 
 
+@pytest.mark.ci
 async def test_a_killed_gateway_ends_its_requests_and_its_successor_serves_the_next(
     server: Server,
 ) -> None:

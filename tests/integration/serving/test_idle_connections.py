@@ -12,7 +12,7 @@ from cluster.local_ray import free_port
 from tests.integration.serving.apar_process import TINY, serving
 from tests.integration.serving.load_clients import chat
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 # More than the 4,096 connections that Ray lets HAProxy have.
 NUM_SILENT = 4_200
 HEADER_TIMEOUT_S = 20.0

@@ -15,7 +15,7 @@ from tests.integration.serving.apar_process import TINY, ray_folders, serving, s
 from tests.integration.serving.load_clients import chat
 from tests.unit.cluster.test_local_ray import new_certificate
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 # Devices and what the kernel shows.
 PUBLIC = ("/dev/null", "/dev/pts", "/dev/tty", "/proc", "/sys")
 

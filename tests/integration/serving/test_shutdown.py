@@ -43,6 +43,7 @@ async def begun(client: httpx.AsyncClient, started: asyncio.Event) -> str:
     return "".join(pieces)
 
 
+@pytest.mark.ci
 async def test_on_sigterm_streams_end_and_new_requests_are_refused(shared: SharedServer) -> None:
     server = shared.server
     members = session_members(server.process.pid)

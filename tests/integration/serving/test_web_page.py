@@ -23,7 +23,7 @@ from tests.integration.serving.killed_streams import Victims
 from tests.integration.serving.shared_server import MODEL, SharedServer, wait_for_a_new_minute
 
 # A browser that shares its cores with other tests misses frames: `.ci/run` runs these tests alone.
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs("chromium")]
+pytestmark = [pytest.mark.cluster, pytest.mark.ci, needs("chromium")]
 
 GUITAR = "Give me 5 tips for learning guitar."
 GUIDES = "Give me a detailed guide to baking bread.", "Give me a detailed guide to making coffee."

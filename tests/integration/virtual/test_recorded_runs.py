@@ -50,6 +50,7 @@ def answers(engine: VirtualEngine) -> Sequence[ReplayAnswer]:
     return random.Random(0).sample(fitting, 48)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kv_share", "sequential_steps", "forked_steps"),
     [(0.1, 6773, 3049), (0.2, 3900, 1928), (0.3, 3785, 1928), (0.9, 3785, 1928)],

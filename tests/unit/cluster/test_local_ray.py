@@ -54,6 +54,7 @@ def descendants() -> list[psutil.Process]:
     return [child for child in found if child.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.ci
 def test_orphans_that_ignore_the_first_signal_are_ended_too() -> None:
     keep = frozenset(child.pid for child in descendants())
     adopt_orphans()

@@ -54,6 +54,7 @@ def results(folders: Path) -> dict[str, Any]:
     return {name: found["status"] for name, found in report(folders).items()}
 
 
+@pytest.mark.ci
 def test_a_failure_and_a_check_without_end_do_not_stop_the_others(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_call_leaves_what_does_not_fit_to_the_next(
         run(folders, "--again", "--only", "works")
 
 
+@pytest.mark.ci
 def test_a_check_that_the_end_of_a_call_cuts_off_is_tried_again(
     folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +284,7 @@ def test_the_plan_names_every_check_with_its_time() -> None:
     assert rows == [(check.name, str(check.expected_s)) for check in CHECKS]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("module", ["torch_checks", "family_kernel", "check"])
 def test_checks_without_vllm_do_not_import_it(module: str) -> None:
     imported = f"import sys, benchmarks.gpu.{module}"
@@ -290,7 +293,7 @@ def test_checks_without_vllm_do_not_import_it(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(5400)
 def test_every_check_runs_here_as_far_as_a_cpu_can(folders: Path) -> None:
     assert run(folders, "--minutes", "90") == 0, (folders / "out" / "gpu-check.md").read_text()

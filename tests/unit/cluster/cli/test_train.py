@@ -179,6 +179,7 @@ def test_heads_prompt_tokens_and_joins_are_separate_runs(tmp_path: Path) -> None
     assert "--medusa, --prompts and --format threadweaver" in result.output
 
 
+@pytest.mark.ci
 def test_train_tiny_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     out = tmp_path / "tiny"
 

@@ -90,6 +90,7 @@ def test_training_on_several_gpus_has_a_process_for_each() -> None:
     assert several[2].command(APAR)[:3][1:] == ["-m", "accelerate.commands.launch"]
 
 
+@pytest.mark.ci
 def test_a_conversion_continues_with_the_stage_that_failed(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": []}\n')

@@ -76,6 +76,7 @@ def start(home: Path, *arguments: str, weights: str, hub: str) -> subprocess.Pop
     )
 
 
+@pytest.mark.ci
 def test_a_pod_waits_until_another_has_downloaded_the_weights(tmp_path: Path, hub: str) -> None:
     waiting = start(tmp_path, "--wait", weights="org/model", hub="http://127.0.0.1:9")
     assert waiting.stdout is not None

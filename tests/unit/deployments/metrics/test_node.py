@@ -268,6 +268,7 @@ def test_vllms_names_are_the_same_for_every_reader(node: Node, accept: str) -> N
     assert '\nvllm:tokens_total{replica="r1"} 3.0\n' in text
 
 
+@pytest.mark.ci
 def test_idle_connections_take_few_threads_and_keep_no_reader_out(node: Node) -> None:
     server = serve_page(node.page, "127.0.0.1", 0)
     before = threading.active_count()

@@ -60,6 +60,7 @@ def write_trace(path: Path) -> Path:
     return path
 
 
+@pytest.mark.ci
 def test_a_fit_of_sequential_runs_predicts_forked_ones(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl")
     settings = ValidationSettings(
@@ -110,6 +111,7 @@ class Stages:
         return count
 
 
+@pytest.mark.ci
 def test_published_costs_are_compared_with_a_gpu_that_schedules_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ def test_without_tight_limits_the_throughput_is_the_limit(runs: Runner) -> None:
     assert found.saturated.run.peak_running == CANDIDATE.cap
 
 
+@pytest.mark.ci
 def test_stricter_limits_never_give_a_higher_rate(runs: Runner) -> None:
     saturated = saturate(runs, CANDIDATE, is_complete=True)
     rates = [

@@ -231,6 +231,7 @@ def test_no_real_clock_has_an_influence(
     assert record(engine) == expected
 
 
+@pytest.mark.ci
 def test_another_process_with_another_hash_seed_writes_the_same_bytes(
     engine: VirtualEngine,
 ) -> None:
