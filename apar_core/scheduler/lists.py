@@ -30,7 +30,7 @@ from apar_core.step_costs.costs import StepBatch
 from apar_core.tree.thread_names import thread_request_id
 from apar_core.vllm_names import FinishReason, Request, RequestStatus
 
-USEFUL_SHARE = 0.25
+USEFUL_SHARE = 0.15
 """Text that a row of a list's threads is taken to give, as a share of that of another row.
 
 The rest is discarded, or computed once more when the root continues after an item. Chosen in
