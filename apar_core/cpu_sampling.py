@@ -1,9 +1,10 @@
-"""Top-p sampling on CPUs without sorting the vocabulary."""
+"""Sampling on CPUs: top-p without sorting the vocabulary, and parameters of drafts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from apar_core.vllm_names import apply_top_k_only, apply_top_k_top_p_pytorch
@@ -18,7 +19,12 @@ def keep_top_k_top_p(logits_NV: Tensor, k: Tensor | None, p: Tensor | None, **na
     vLLM sorts the vocabulary, which takes half of a step of 128 rows of SmolLM2-135M. The nucleus
     of most rows lies among a few hundred tokens, which are found without sorting the others. Rows
     with another nucleus are sorted. Of tokens of equal probability at the edge, all are kept.
+
+    There may be no rows: vLLM also calls it for the drafts of a step without drafts, where its own
+    function fails if a request has a `top_k` (vLLM 0.32).
     """
+    if len(logits_NV) == 0:
+        return logits_NV
     if p is None:
         return apply_top_k_top_p_pytorch(logits_NV, k, p, **named)
     num_likeliest = min(_LIKELIEST, logits_NV.shape[1])
@@ -40,3 +46,20 @@ def keep_top_k_top_p(logits_NV: Tensor, k: Tensor | None, p: Tensor | None, **na
     if len(rows) > 0:
         logits_NV[rows] = apply_top_k_top_p_pytorch(logits_NV[rows], None, p[rows], **named)
     return logits_NV
+
+
+def repeat_for_drafts(
+    values_N: Tensor,
+    cu_num_tokens_N: Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> Tensor:
+    """Return each thread's value for each of its drafts, as vLLM's `expand_batch_to_tokens`.
+
+    In vLLM 0.32 the CPU kernel behind that function writes into a copy of its result, so drafts
+    would be sampled with whatever the memory held.
+    """
+    counts_N = cu_num_tokens_N.diff(prepend=cu_num_tokens_N.new_zeros(1))
+    replaced_N = torch.where(values_N == replace_from, replace_to, values_N)
+    return replaced_N.repeat_interleave(counts_N, output_size=num_tokens)

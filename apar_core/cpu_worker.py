@@ -1,4 +1,4 @@
-"""vLLM's worker on CPUs: faster adapters and top-p, and seeds that do not end the engine."""
+"""vLLM's worker on CPUs: faster adapters and top-p, drafts and seeds as they should be."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from apar_core.cpu_sampling import keep_top_k_top_p
+from apar_core.cpu_sampling import keep_top_k_top_p, repeat_for_drafts
 from apar_core.engine.cpu_adapted_layers import adapt_layers
-from apar_core.vllm_names import CPUWorker, replace_top_k_top_p, replaced_adapter_kernels
+from apar_core.vllm_names import (
+    CPUWorker,
+    replace_expand_batch_to_tokens,
+    replace_top_k_top_p,
+    replaced_adapter_kernels,
+)
 
 
 class ForkCPUWorker(CPUWorker):
@@ -20,6 +25,7 @@ class ForkCPUWorker(CPUWorker):
     def load_model(self, **kwargs: Any) -> None:
         """Build the model with our kernels for its adapters, and sample with ours."""
         replace_top_k_top_p(keep_top_k_top_p)
+        replace_expand_batch_to_tokens(repeat_for_drafts)
         compilation = self.vllm_config.compilation_config
         mode = compilation.mode
         with replaced_adapter_kernels("apar_core.engine.cpu_adapters.CPUAdapters"):

@@ -377,15 +377,9 @@ def replace_top_k_top_p(keep: Callable[..., Any]) -> None:
     vars(import_module("vllm.v1.sample.ops.topk_topp_sampler"))["apply_top_k_top_p_pytorch"] = keep
 
 
-def repair_cpu_drafts(expand_batch_to_tokens: Callable[..., Any]) -> None:
-    """Replace the function that gives each draft its thread's temperature, top_k and top_p.
-
-    In vLLM 0.32 the CPU kernel behind it writes into a copy of its result. The drafts are then
-    sampled with whatever the memory held.
-    """
-    vars(import_module("vllm.v1.sample.rejection_sampler"))["expand_batch_to_tokens"] = (
-        expand_batch_to_tokens
-    )
+def replace_expand_batch_to_tokens(expand: Callable[..., Any]) -> None:
+    """Replace the function that gives each draft its thread's temperature, top_k and top_p."""
+    vars(import_module("vllm.v1.sample.rejection_sampler"))["expand_batch_to_tokens"] = expand
 
 
 def add_utility(name: str, function: Callable[[Any], Any]) -> None:

@@ -51,7 +51,6 @@ from apar_core.vllm_names import (
     SamplingMetadata,
     SpecDecodeMetadata,
     VocabParallelEmbedding,
-    repair_cpu_drafts,
     replace_next_rejection_sampler,
 )
 
@@ -201,8 +200,6 @@ class PromptChain:
         self._on_host: Tensor | None = None
         # vLLM builds the sampler right after its proposer, which cannot reach the model runner.
         replace_next_rejection_sampler(partial(ChainSampler, self))
-        if vllm_config.device_config.device_type == "cpu":
-            repair_cpu_drafts(_expand_batch_to_tokens)
 
     def load_model(self, model: nn.Module) -> None:
         """Add the prompt tokens to the loaded model."""
@@ -353,16 +350,3 @@ def _indices(counts: tuple[tuple[int, int], ...], device: torch.device) -> tuple
         on_host = on_host.pin_memory()
     on_device = on_host.to(device, non_blocking=True)
     return tuple(torch.split(on_device, [len(part) for part in parts]))
-
-
-def _expand_batch_to_tokens(
-    values: Tensor,
-    cu_num_tokens: Tensor,
-    num_tokens: int,
-    replace_from: int = 0,
-    replace_to: int = 0,
-) -> Tensor:
-    """Repeat each thread's value for its drafts, as vLLM's function of the same name."""
-    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    replaced = torch.where(values == replace_from, replace_to, values)
-    return replaced.repeat_interleave(counts, output_size=num_tokens)

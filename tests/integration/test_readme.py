@@ -42,7 +42,7 @@ def test_a_make_target_exists(line: str) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("line", RUN)
 def test_a_command_of_the_quick_start_succeeds(line: str) -> None:
     apar, *arguments = shlex.split(line)
@@ -72,7 +72,7 @@ def test_a_command_of_the_quick_start_succeeds(line: str) -> None:
             assert printed in [block.strip() for block in blocks("text")]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.engine
 def test_plain_vllm_forks_when_given_our_scheduler(tmp_path: Path) -> None:
     script = tmp_path / "program.py"

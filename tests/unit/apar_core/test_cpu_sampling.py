@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apar_core import cpu_sampling
-from apar_core.cpu_sampling import keep_top_k_top_p
+from apar_core.cpu_sampling import keep_top_k_top_p, repeat_for_drafts
 from apar_core.vllm_names import apply_top_k_top_p_pytorch
 
 
@@ -44,6 +44,21 @@ def test_the_same_tokens_are_kept(
     assert (probabilities * differing).sum(dim=1).max() < 1e-4
     assert torch.equal(found[~found.isinf()], logits[~found.isinf()])
     assert not found.isinf().all(dim=1).any()
+
+
+@pytest.mark.parametrize("p", [None, torch.ones(0)])
+def test_a_step_without_rows_has_nothing_to_keep(p: torch.Tensor | None) -> None:
+    found = keep_top_k_top_p(torch.ones(0, 9), torch.ones(0, dtype=torch.int32), p)
+
+    assert found.shape == (0, 9)
+
+
+def test_drafts_have_the_values_of_their_threads() -> None:
+    temperatures, ends = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([2, 2, 5])
+
+    found = repeat_for_drafts(temperatures, ends, 5, replace_from=-1, replace_to=1)
+
+    assert found.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]
 
 
 def test_top_p_of_1_keeps_everything_beside_other_rows() -> None:
