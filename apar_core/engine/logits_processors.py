@@ -1,4 +1,4 @@
-"""Bans of control tokens and replay for vLLM's V1 model runner, the only one on a CPU.
+"""Bans of control tokens and replay for vLLM's V1 model runner, which CPUs use.
 
 `logits_processors_v2.py` has the same two for the V2 runner.
 """

@@ -111,6 +111,7 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkScheduler
     from apar_core.scheduler.fork_settings import check_engine, fork_settings, generates
 
+    _warn_of_deprecated_runner(vllm_config)
     if uses_prompt_chain(vllm_config):
         # For its errors, which otherwise end a worker.
         load_prompt_rows(vllm_config)
@@ -147,6 +148,17 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
     # For its errors, which otherwise end the engine's process.
     check_engine(vllm_config)
     return vllm_config
+
+
+def _warn_of_deprecated_runner(vllm_config: VllmConfig) -> None:
+    """Warn of a method of speculation that vLLM runs in its V1 model runner only."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method in ("medusa", "custom_class"):
+        logger.warning(
+            "speculative_config: method %s needs vLLM's V1 model runner, which vLLM has deprecated, "
+            "and runs without async scheduling",
+            speculative.method,
+        )
 
 
 def _compile_with_adapters(vllm_config: VllmConfig) -> None:

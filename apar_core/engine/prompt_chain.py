@@ -23,7 +23,7 @@ Where this meets vLLM:
    every sampling parameter, log-probabilities and bans work as with other drafts.
 
 The proposers of vLLM 0.32 that read sampled tokens run in the V1 model runner without async
-scheduling. Scheduler and forks see ordinary drafts: a child starts without a guess, like a request.
+scheduling. vLLM has deprecated that runner, and refuses this method in V2. Scheduler and forks see ordinary drafts: a child starts without a guess, like a request.
 """
 
 from __future__ import annotations
@@ -119,7 +119,6 @@ def _check_settings(vllm_config: VllmConfig) -> Path:
             f"speculative_config.model is {PROPOSER}"
         )
     refused = {
-        "the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1)": vllm_config.use_v2_model_runner,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "LoRA": vllm_config.lora_config is not None,
         "prompt embeddings": vllm_config.model_config.enable_prompt_embeds,

@@ -376,7 +376,8 @@ class ModelConfig(BaseModel):
     )
     prompt_chain: PromptChainConfig | None = Field(
         None,
-        description="Guess tokens ahead with a chain of prompt tokens (Parallel Prompt Decoding).",
+        description="Guess tokens ahead with a chain of prompt tokens (Parallel Prompt Decoding). "
+        "Needs vLLM's V1 model runner, which vLLM has deprecated.",
     )
     attention: Literal["ordinary", "family"] = Field(
         "ordinary",

@@ -557,6 +557,12 @@ NEW_FIELDS = {"error": "0.33"}
 
 PASSAGES = (
     Passage(
+        VllmConfig._get_v2_model_runner_unsupported_features,
+        r'in \( "suffix", "medusa", "mlp_speculator", "custom_class", \)',
+        "the V2 model runner refuses Medusa heads and the chain of prompt tokens: if no longer, see "
+        "docs/upgrade-vllm.md, Speculation on the V2 model runner",
+    ),
+    Passage(
         CPUAttentionBackendImpl.do_kv_cache_update,
         r"kv_cache = kv_cache\.view\(\(num_blocks, num_kv_heads, block_size \* 2, -1\)\) "
         r"key_cache, value_cache = kv_cache\.chunk\(2, dim=2\)",

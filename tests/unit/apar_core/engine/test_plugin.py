@@ -23,6 +23,7 @@ from apar_core.engine.plugin import register
 from apar_core.errors import EngineError
 from apar_core.installation import ROOT
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.models.apar_tiny_medusa import heads_path
 from apar_core.scheduler.fork_scheduler import ForkScheduler
 from apar_core.scheduler.fork_settings import check_engine
 from apar_core.vllm_names import is_supported
@@ -63,6 +64,28 @@ def test_an_engine_without_our_scheduler_is_vllms_own(scheduler_cls: str | None)
     assert config.scheduler_config.scheduler_cls == scheduler_cls
     assert not config.model_config.logits_processors
     assert built_by_engines() == {InputProcessor}
+
+
+@pytest.mark.usefixtures("stock_vllm")
+@pytest.mark.parametrize(
+    ("speculation", "warns"),
+    [
+        ({"method": "medusa", "model": str(heads_path())}, True),
+        ({"method": "ngram", "prompt_lookup_max": 3}, False),
+        (None, False),
+    ],
+    ids=["medusa", "n-gram", "none"],
+)
+def test_speculation_that_needs_a_deprecated_runner_is_named(
+    caplog: pytest.LogCaptureFixture, speculation: dict[str, Any] | None, warns: bool
+) -> None:
+    register_anew()
+    if speculation is not None:
+        speculation = {"num_speculative_tokens": 2, **speculation}
+
+    configuration(scheduler_cls=SCHEDULER_CLS, speculative_config=speculation)
+
+    assert ("method medusa needs vLLM's V1 model runner" in caplog.text) == warns
 
 
 @pytest.mark.usefixtures("stock_vllm")

@@ -203,11 +203,3 @@ def test_a_chain_of_the_wrong_length_is_refused(num_drafts: int) -> None:
 def test_what_a_chain_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=f"does not run with {message}"):
         load_prompt_rows(config(**arguments))
-
-
-def test_the_v2_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_config = config()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-
-    with pytest.raises(EngineError, match="does not run with the V2 model runner"):
-        load_prompt_rows(vllm_config)
