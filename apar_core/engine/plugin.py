@@ -155,8 +155,8 @@ def _warn_of_deprecated_runner(vllm_config: VllmConfig) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method in ("medusa", "custom_class"):
         logger.warning(
-            "speculative_config: method %s needs vLLM's V1 model runner, which vLLM has deprecated, "
-            "and runs without async scheduling",
+            "speculative_config: method %s needs vLLM's V1 model runner, which vLLM has "
+            "deprecated, and runs without async scheduling",
             speculative.method,
         )
 

@@ -23,7 +23,8 @@ Where this meets vLLM:
    every sampling parameter, log-probabilities and bans work as with other drafts.
 
 The proposers of vLLM 0.32 that read sampled tokens run in the V1 model runner without async
-scheduling. vLLM has deprecated that runner, and refuses this method in V2. Scheduler and forks see ordinary drafts: a child starts without a guess, like a request.
+scheduling. vLLM has deprecated that runner, and refuses this method in V2. Scheduler and forks see
+ordinary drafts: a child starts without a guess, like a request.
 """
 
 from __future__ import annotations
