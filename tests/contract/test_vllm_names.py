@@ -558,9 +558,9 @@ NEW_FIELDS = {"error": "0.33"}
 PASSAGES = (
     Passage(
         VllmConfig._get_v2_model_runner_unsupported_features,
-        r'in \( "suffix", "medusa", "mlp_speculator", "custom_class", \)',
-        "the V2 model runner refuses Medusa heads and the chain of prompt tokens: if no longer, "
-        "see docs/upgrade-vllm.md, Speculation on the V2 model runner",
+        r'in \( ?"suffix", .*"custom_class",? ?\): unsupported',
+        "the V2 model runner refuses the chain of prompt tokens: if no longer, see "
+        "docs/upgrade-vllm.md, Speculation on the V2 model runner",
     ),
     Passage(
         CPUAttentionBackendImpl.do_kv_cache_update,
