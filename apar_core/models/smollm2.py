@@ -79,7 +79,7 @@ SMOLLM2 = FetchedModel(
         "chat_template.jinja": "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",
         "config.json": "da5e7a1a30864537c7ad06a1ec4abd35523226c72974954954b6d47b54c0ce7a",
         "generation_config.json": (
-            "79f7290cef48d463d5c95e6d5443317076e95d7326ed47c8a29b2e68af8c702f"
+            "8132e12fcb49b198039d3298a9b3304d8a86b72e2336df9cb6a5b134c49a2f24"
         ),
         "tokenizer.json": "b9ecc41466dc32eb97ee8f479efd46db42ab44236cf9578659ed041dcf140d74",
         "tokenizer_config.json": "93d4fd1c64e6898f20226e8cf17a4611a11a93b1b81e1581dc560ec66b82b000",

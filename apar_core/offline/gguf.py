@@ -88,7 +88,8 @@ def convert_gguf(
     config = _config(facts)
     write_json(folder / "config.json", config)
     special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    write_json(folder / "generation_config.json", {**special, **sampling})
+    # Without `do_sample`, transformers refuses to save a model with these settings.
+    write_json(folder / "generation_config.json", {**special, "do_sample": True, **sampling})
     write_json(folder / "tokenizer.json", _tokenizer(facts))
     write_json(folder / "tokenizer_config.json", _tokenizer_config(facts))
     template = folder / "chat_template.jinja"

@@ -82,6 +82,7 @@ def test_the_checkpoint_runs_in_transformers(checkpoint: Path) -> None:
     assert model.config.rms_norm_eps == 1e-5
     assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == (2, 1)
     assert model.generation_config.temperature == 0.5
+    model.generation_config.validate(strict=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

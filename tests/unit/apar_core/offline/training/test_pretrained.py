@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
@@ -26,6 +30,7 @@ from apar_core.offline.training.pretrained import (
     FormatTokens,
     add_tokens,
     load_tokenizer,
+    save_pretrained,
     tree_tokens,
     with_tokens,
 )
@@ -60,6 +65,21 @@ def input_rows(trained: LlamaForCausalLM) -> Tensor:
 def output_rows(trained: LlamaForCausalLM) -> Tensor:
     weight: Tensor = trained.lm_head.weight
     return weight
+
+
+def test_settings_that_transformers_refuses_to_save_are_kept(tmp_path: Path) -> None:
+    tokenizer = plain_tokenizer()
+    trained = model(len(tokenizer), tied=True)
+    trained.generation_config = GenerationConfig(eos_token_id=1, temperature=0.7, top_p=0.9)
+    with pytest.raises(ValueError, match="do_sample"):
+        trained.save_pretrained(tmp_path / "refused")
+
+    save_pretrained(trained, dict(trained.state_dict()), tokenizer, tmp_path / "out")
+
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"], saved["eos_token_id"]) == (0.7, 0.9, 1)
+    assert trained.generation_config.temperature == 0.7
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize("tied", [True, False])
