@@ -35,8 +35,8 @@ class ForkParameters:
     enabled: False if the checkpoint has control tokens but this request may not use them; the
         engine then never samples one.
     max_threads: threads alive at once; a further fork waits.
-    max_forks: forks of the request in total; a further fork opens no thread, and the answer ends
-        with finish reason "length".
+    max_forks: forks of the request in total; a further fork opens no thread, the parent goes on,
+        and the finish reason is "length".
     end_ids: tokens that end a thread.
     separated: insert line breaks between paragraphs whose text lacks them.
     thread_path: path of the thread that carries these parameters.

@@ -19,6 +19,9 @@ PolicyName = Literal["eager", "adaptive"]
 class ForkPolicy(Protocol):
     """Decides on forks one by one, in the order in which they would start."""
 
+    counts_attended: bool
+    """Whether its batches have attended tokens, which take time to count; without, 0."""
+
     def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
         """Return whether a thread that attends to `extra_attended` tokens may join the batch.
 
@@ -39,6 +42,8 @@ class ForkPolicy(Protocol):
 class EagerPolicy:
     """Start every fork at once, as far as the limits on threads allow."""
 
+    counts_attended = False
+
     def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
         """Return True."""
         return True
@@ -57,6 +62,8 @@ class AdaptivePolicy:
     Eager until enough steps are known. Idea: TAPER (arXiv 2605.06914). Unlike there, a
     started thread is never paused, and time saved in earlier steps is not spent later.
     """
+
+    counts_attended = True
 
     def __init__(self, token_time_s: float, learned: LearnedStepCosts | None = None) -> None:
         self.token_time_s = token_time_s

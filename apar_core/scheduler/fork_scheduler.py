@@ -35,7 +35,7 @@ from apar_core.scheduler.constraints import FailedConstraints
 from apar_core.scheduler.core_state import install_core_state
 from apar_core.scheduler.family_reads import FamilyReads
 from apar_core.scheduler.fork_admission import ForkAdmission
-from apar_core.scheduler.fork_policy import AdaptivePolicy, build_policy
+from apar_core.scheduler.fork_policy import build_policy
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
 from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.joins import Joins
@@ -127,11 +127,6 @@ class ForkMixin(Scheduler):
         self._unsent_drafts: SpecDecodingStats | None = None
         self.joins = Joins(self, lambda: cached_tokenizer_from_config(vllm_config.model_config))
         self.lists = Lists(self)
-
-    @property
-    def _counts_attended(self) -> bool:
-        # Only a policy that learns needs the number of tokens that a step attends to.
-        return isinstance(self.admission.policy, AdaptivePolicy)
 
     def add_request(self, request: Request) -> None:
         """Add a client's request; a request that may fork becomes the root thread of a group."""
@@ -487,14 +482,14 @@ class ForkMixin(Scheduler):
         """Return the next step's batch as far as it is known, without prompts."""
         rows = min(len(self.running) + self.gate.num_ready, self.max_num_running_reqs)
         attended = saved = 0
-        if self._counts_attended:
+        if self.admission.policy.counts_attended:
             attended = sum(request.num_tokens for request in self.running)
             saved = self.family_reads.saved_tokens(self.running)
         return StepBatch(rows, attended, saved_tokens=saved)
 
     def _saved_by_child(self, group: ThreadGroup[Request], child: Request) -> int:
         """Return the tokens that a child attends to and its running siblings read for it."""
-        if not self._counts_attended:
+        if not self.admission.policy.counts_attended:
             return 0
         return self.family_reads.saved_by(group, child, self.running)
 
@@ -521,7 +516,7 @@ class ForkMixin(Scheduler):
     def _scheduled_batch(self, step: SchedulerOutput) -> StepBatch:
         rows = len(step.num_scheduled_tokens)
         attended = saved = 0
-        if self._counts_attended:
+        if self.admission.policy.counts_attended:
             requests = [self.requests[name] for name in step.num_scheduled_tokens]
             attended = sum(request.num_computed_tokens for request in requests)
             saved = self.family_reads.saved_tokens(requests)

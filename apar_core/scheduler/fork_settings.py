@@ -46,7 +46,9 @@ class ForkSettings(BaseModel):
         32, description="Live threads per request; further forks wait."
     )
     max_forks: PositiveInt = Field(
-        512, description="Forks per request; the answer ends by length at the next one."
+        512,
+        description="Forks per request; a further one opens no thread, and the finish reason is "
+        "length.",
     )
     max_replica_threads: PositiveInt | None = Field(
         None,

@@ -16,7 +16,7 @@ class Bill:
     """Charges a request to its key's rate limits, budgets and account in the fair queue.
 
     A context manager: on exit it releases the request's slots, records its usage, and refunds the
-    rates if the admitted request was sent to no replica. A request refused for its content still
+    rates if no replica took the admitted request. A request refused for its content still
     counts towards the rates: checking it costs as much as admitting it.
 
     The prompt is charged by an estimate of its tokens until the replica reports the true number.
@@ -107,6 +107,9 @@ class Bill:
     def ended(self, end: ResponseEnd | None) -> None:
         """Charge the rest of the final cost, None if that is unknown."""
         record = self._record
+        if record.found_no_replica:
+            record.sent_s = None
+            return
         status = record.status or 0
         if end is None and status >= HTTPStatus.BAD_REQUEST and not record.generated_tokens:
             if status < HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -64,12 +64,6 @@ def outcome_of(record: RequestRecord) -> Outcome:
     return Outcome.OK if record.error_code is None else Outcome.SERVER_ERROR
 
 
-def _found_no_replica(record: RequestRecord) -> bool:
-    """Return whether no replica ever took the request; after a retry, one did."""
-    begun = record.status == HTTPStatus.OK or record.retries > 0
-    return record.error_code == NoReplicaError.code and not begun
-
-
 def _class_of(caller: Caller | None) -> str:
     key = None if caller is None else caller.key
     return ANONYMOUS if key is None else key.metrics_class
@@ -92,7 +86,7 @@ class GatewayMetrics:
 
     def ended(self, record: RequestRecord, caller: Caller | None = None) -> None:
         """Count a finished request."""
-        found_none = _found_no_replica(record)
+        found_none = record.found_no_replica
         if found_none:
             self.rejected(NoReplicaError.reason, caller)
         if not generates(record.path):

@@ -4,9 +4,10 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from http import HTTPStatus
 from typing import Any
 
-from deployments.wire.errors import DONE_EVENT
+from deployments.wire.errors import DONE_EVENT, NoReplicaError
 from deployments.wire.response import ResponseEnd
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,12 @@ class RequestRecord:
     continued: int = 0
     cancelled: bool = False
     trace_id: str | None = None
+
+    @property
+    def found_no_replica(self) -> bool:
+        """Whether no replica ever took the request; after a retry, one did."""
+        begun = self.status == HTTPStatus.OK or self.retries > 0
+        return self.error_code == NoReplicaError.code and not begun
 
     def take_end(self, end: ResponseEnd) -> None:
         """Record the cost of the answer."""

@@ -13,7 +13,7 @@ from deployments.gateway.callers import Caller
 from deployments.gateway.fair_queue import Ticket
 from deployments.gateway.models import Model
 from deployments.relay.relay import Progress
-from deployments.wire.errors import ReplicaLostError
+from deployments.wire.errors import NoReplicaError, ReplicaLostError
 from deployments.wire.request import RelayedRequest
 from deployments.wire.response import Headers, Piece, ResponseEnd, ResponseStart
 from tests.fakes.replicas import (
@@ -209,6 +209,25 @@ async def test_a_prompt_that_is_lost_with_its_replica_uses_up_no_budget(tmp_path
     for _ in range(2):
         lost = await http.post(CHAT, json={"prompt": "x" * 400}, headers=bearer("a"))
         assert lost.status_code == 503
+
+
+async def test_a_request_that_no_replica_took_is_refunded(tmp_path: Path) -> None:
+    limited = key(
+        "a", requests_per_minute=9, tokens_per_minute=900, requests_per_day=1, tokens_per_day=500
+    )
+    gateway = gateway_of(
+        FakeReplicas(NoReplicaError("none")),
+        keys=(limited,),
+        key_store=KeyStoreConfig(path=tmp_path / "keys.db"),
+    )
+    http = client_of(gateway)
+
+    for _ in range(2):
+        answer = await http.post(CHAT, json={"prompt": "x" * 400}, headers=bearer("a"))
+        assert answer.json()["error"]["code"] == NoReplicaError.code
+
+    assert await remaining(http) == ("8", "900")
+    await gateway.close()
 
 
 class Dying(FakeReplicas):
