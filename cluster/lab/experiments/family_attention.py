@@ -51,6 +51,7 @@ from cluster.lab.experiments.settings import (
     STRUCTURED,
     GpuNames,
     KvShares,
+    closed_loop_answers,
     file_digest,
 )
 from cluster.lab.grid import grid
@@ -71,8 +72,6 @@ BLOCK_SIZE = 16
 # Thresholds to try, in runs that are recorded with all of them.
 PREFIX_BLOCKS = (1, 2, 4, 8, 16, 32)
 LEAST_ROWS = (2, 3, 4, 6)
-# As in figure 5b: answers per concurrent request with which a closed loop settles.
-_ANSWERS_PER_CLIENT, _LEAST_ANSWERS = 4, 48
 # Context length, with room beyond the 2,048 tokens of the answers.
 _CONTEXT = 4096
 
@@ -325,7 +324,7 @@ class Worker:
         questions, marker = workload.questions, workload.marker_id
         number = len(questions)
         if name.is_closed_loop:
-            number = min(number, max(_LEAST_ANSWERS, _ANSWERS_PER_CLIENT * name.concurrency))
+            number = closed_loop_answers(name.concurrency, number)
         plan = RunPlan(
             conditions=Conditions(
                 num_blocks=name.num_blocks,

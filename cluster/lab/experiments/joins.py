@@ -39,7 +39,7 @@ from apar_core.offline.data.structure import extract_tree
 from apar_core.reporting import Column, Report, ReportTable
 from cluster.lab.experiments.parts import PartStore, StartStage
 from cluster.lab.experiments.program import OneRequest, Program, Submission, replay_sampling
-from cluster.lab.experiments.settings import file_digest
+from cluster.lab.experiments.settings import closed_loop_answers, file_digest
 from cluster.loadtest.trace import read_trace
 
 if TYPE_CHECKING:
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 ENGINE, CLIENT, SEQUENTIAL, PLAIN = "engine", "client", "sequential", "plain"
 
-# Answers per concurrent request with which the figures of a run settle.
-_ANSWERS_PER_CLIENT = 4
-_LEAST_ANSWERS = 32
 # Texts whose tokens the engine reads or writes itself; all others only need the right token count.
 _STRUCTURE = re.compile(
     "(" + "|".join(map(re.escape, MARKERS)) + r"|(?<=<Outline>)\d+:|(?<=<Thread>\n)\d+:|\n)"
@@ -377,11 +374,6 @@ METHODS: Mapping[str, MakeProgram] = {
 }
 
 
-def num_answers(concurrency: int, available: int) -> int:
-    """Return the number of answers in a run: fewer at low concurrency, which is slow."""
-    return min(available, max(_LEAST_ANSWERS, _ANSWERS_PER_CLIENT * concurrency))
-
-
 def join_run(
     engine: ExperimentEngine,
     questions: Sequence[JoinedQuestion],
@@ -393,7 +385,7 @@ def join_run(
     from cluster.lab.experiments.driver import RunPlan, drive
     from cluster.lab.experiments.engine import Conditions
 
-    chosen = questions[: num_answers(concurrency, len(questions))]
+    chosen = questions[: closed_loop_answers(concurrency, len(questions), least=32)]
     plan = RunPlan(
         conditions=Conditions(),
         make=lambda index: METHODS[method](chosen[index], round_trip_s),

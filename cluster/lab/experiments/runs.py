@@ -16,7 +16,7 @@ from apar_core.reporting import LineStore
 from cluster.lab.experiments.methods import EAGER, METHODS, SEQUENTIAL, Method, Workload
 from cluster.lab.experiments.parts import StartStage
 from cluster.lab.experiments.samples import Sample, Spread, spread, steady
-from cluster.lab.experiments.settings import ExperimentSettings, RunKey
+from cluster.lab.experiments.settings import ExperimentSettings, RunKey, closed_loop_answers
 from cluster.lab.grid import grid
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from cluster.lab.experiments.program import Program
 
 RUNS_FILE = "runs.jsonl"
-# Answers per concurrent request with which the figures of a closed loop settle.
-_ANSWERS_PER_CLIENT = 4
-_LEAST_ANSWERS = 48
 _WARM_UP_ANSWERS = 4
 
 
@@ -263,10 +260,10 @@ def freeze_garbage() -> None:
 
 
 def num_questions(key: RunKey, available: int) -> int:
-    """Return how many questions a run measures: fewer with few clients, whose loop is slow."""
+    """Return how many questions a run measures."""
     if not key.is_closed_loop:
         return available
-    return min(available, max(_LEAST_ANSWERS, _ANSWERS_PER_CLIENT * key.concurrency))
+    return closed_loop_answers(key.concurrency, available)
 
 
 def run_of(key: RunKey, found: Drive, capacity_tokens: int, token_time_s: float | None) -> Run:

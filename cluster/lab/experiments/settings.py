@@ -286,3 +286,11 @@ def machine_name() -> str:
                 processor = line.partition(":")[2].strip()
                 break
     return f"{os.cpu_count()} cores of {processor}"
+
+
+def closed_loop_answers(concurrency: int, available: int, least: int = 48) -> int:
+    """Return how many answers a closed loop measures: fewer with few clients, which is slow.
+
+    With four answers per client the figures settle.
+    """
+    return min(available, max(least, 4 * concurrency))

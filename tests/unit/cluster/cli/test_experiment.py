@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from apar_core.errors import EvaluationError
+from cluster.cli.experiment import experiment
 from cluster.lab.experiments.methods import PEER_METHODS
 from cluster.lab.experiments.scale_out import ReplicasRun
 from cluster.lab.experiments.settings import ExperimentSettings
@@ -19,13 +21,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return apar_command.run("experiment", *arguments)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "fig5a", "fig5b", "table1", "table2", "all", "peers", "fork-cost", "scheduler-cost",
-        "scale-out",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command", get_command(experiment).commands)  # type: ignore[attr-defined]
 def test_each_command_explains_itself(command: str) -> None:
     code, output = run(command, "--help")
 
