@@ -49,7 +49,7 @@ $(SERVE_FETCHED): $(SERVE_INSTALLED)
 serve: $(SERVE_FETCHED) ## Serve apar-smollm2 on http://127.0.0.1:8000/v1, or the embedded model if it was not fetched
 	$(SERVE_VENV)/bin/apar serve
 
-test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (11 minutes on 2 cores)
+test: $(INSTALLED) ## Run every test that needs no GPU and is not slow (8 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow and not gpu and not kills" --numprocesses auto
 
 test-slow: $(INSTALLED) ## Run the slow tests, and the property tests on four times as many examples

@@ -157,7 +157,7 @@ async def test_a_prompt_with_a_lone_surrogate_is_logged_unchanged(
 ) -> None:
     whole = ResponseStart(200, JSON, b'{"choices": [{"message": {"content": "half \\udc00"}}]}')
     http = client(FakeReplicas(whole), logging=LoggingConfig(content=True))
-    body = b'{"model": "m", "messages": [{"role": "user", "content": "caf\u00e9 \\ud800 end"}]}'
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "caf\\u00e9 \\ud800 end"}]}'
 
     answer = await http.post(CHAT, content=body)
     logs.close()
