@@ -57,8 +57,8 @@ def repeat_for_drafts(
 ) -> Tensor:
     """Return each thread's value for each of its drafts, as vLLM's `expand_batch_to_tokens`.
 
-    In vLLM 0.32 the CPU kernel behind that function writes into a copy of its result, so drafts
-    would be sampled with whatever the memory held.
+    In vLLM 0.32 the CPU kernel behind that function writes into a copy of its result. Drafts would
+    be sampled with whatever the memory held.
     """
     counts_N = cu_num_tokens_N.diff(prepend=cu_num_tokens_N.new_zeros(1))
     replaced_N = torch.where(values_N == replace_from, replace_to, values_N)

@@ -151,10 +151,7 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def _warn_of_deprecated_runner(vllm_config: VllmConfig) -> None:
-    """Warn of a method of speculation that vLLM runs in its V1 model runner only.
-
-    vLLM 0.33 has removed Medusa.
-    """
+    """Warn of a method of speculation that vLLM runs in its V1 model runner only."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method in ("medusa", "custom_class"):
         logger.warning(

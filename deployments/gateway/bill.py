@@ -108,6 +108,7 @@ class Bill:
         """Charge the rest of the final cost, None if that is unknown."""
         record = self._record
         if record.found_no_replica:
+            # As if it had never left the queue: `__exit__` refunds all of it.
             record.sent_s = None
             return
         status = record.status or 0

@@ -22,15 +22,15 @@ class RequestRecord:
     """The facts of one request; None for what never happened.
 
     `adapter` is the LoRA adapter of `model` that the request names. `fallback_of` is the model or
-    adapter that could not take the request, so that `model` answered instead. `queue_s` is the
-    wait in the model's queue. `sent_s` (first sent to a replica), `first_byte_s` and `total_s`
-    count from the request's arrival. `longest_gap_s` is the longest time between two chunks of a
-    stream. `replica_s` and, within it, `engine_s` are the seconds at the last replica and in its
-    engine. `generated_tokens` counts the tokens of all threads; if the final cost is unknown,
-    those reported so far. `prompt_tokens` is the gateway's estimate if the request ended before a
-    replica reported them. `retries` counts lost replicas. `replica` is the one that finished the
-    answer. `cancelled` is set if the client left or the server shut down before the end.
-    `trace_id` is the id of the request's OpenTelemetry trace.
+    adapter that could not take the request, so that `model` answered instead. `queue_s` is the wait
+    in the model's queue. `sent_s` (first sent to a replica; None if no replica took it),
+    `first_byte_s` and `total_s` count from the request's arrival. `longest_gap_s` is the longest
+    time between two chunks of a stream. `replica_s` and, within it, `engine_s` are the seconds at
+    the last replica and in its engine. `generated_tokens` counts the tokens of all threads; if the
+    final cost is unknown, those reported so far. `prompt_tokens` is the gateway's estimate if the
+    request ended before a replica reported them. `retries` counts lost replicas. `replica` is the
+    one that finished the answer. `cancelled` is set if the client left or the server shut down
+    before the end. `trace_id` is the id of the request's OpenTelemetry trace.
     """
 
     request_id: str

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -361,32 +360,23 @@ def save_pretrained(
         cast.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", torch.bfloat16))
     state = {name: cast[tensor.data_ptr()] for name, tensor in weights.items()}
     model.config.use_cache = True
-    with _any_generation_config(model, folder):
+    # transformers refuses to save settings that it takes for a mistake, such as a temperature
+    # without `do_sample`. Published models have such settings, and a trained one must not be lost.
+    settings = model.generation_config
+    if settings is not None:
+        model.generation_config = GenerationConfig()
+    try:
         model.save_pretrained(folder, state_dict=state)
+    finally:
+        model.generation_config = settings
+    if settings is not None:
+        settings.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["dtype"] = "bfloat16"
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     share_weights(path)
-
-
-@contextmanager
-def _any_generation_config(model: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Save a model's generation settings as they are.
-
-    transformers refuses to save settings that it takes for a mistake, such as a temperature without
-    `do_sample`. Many published models have such settings, and a trained one would be lost.
-    """
-    settings = model.generation_config
-    if settings is not None:
-        model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = settings
-    if settings is not None:
-        settings.to_json_file(folder / "generation_config.json")
 
 
 def _line(error: Exception) -> str:
