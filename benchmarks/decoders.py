@@ -14,8 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import DECODER_NAMES, SINGLE_THREAD, load_decoder
@@ -44,8 +43,8 @@ def run(console: Console, *, repeats: int, num_answers: int) -> dict[str, Any]:
         name: load_decoder(
             name,
             folder,
-            medusa_heads=heads_path(),
-            prompt_tokens=prompts_path(),
+            medusa_heads=SHIPPED_HEADS["apar-tiny"],
+            prompt_tokens=SHIPPED_PROMPTS["apar-tiny"],
             dtype=torch.float32,
         )
         for name in DECODER_NAMES

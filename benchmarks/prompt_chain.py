@@ -24,7 +24,7 @@ from rich.table import Table
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_PROMPTS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 
 PLAIN = "no speculation"
@@ -127,7 +127,7 @@ def _engines() -> dict[str, dict[str, Any]]:
                 "model": PROPOSER,
                 "num_speculative_tokens": length,
             },
-            "additional_config": {"apar": {"prompt_tokens": str(prompts_path())}},
+            "additional_config": {"apar": {"prompt_tokens": str(SHIPPED_PROMPTS["apar-tiny"])}},
         }
     return engines
 

@@ -43,7 +43,12 @@ from vllm.config import VllmConfig
 
 from apar_core.engine.checkpoint import weight_files
 from apar_core.errors import CheckpointError, EngineError
-from apar_core.formats.prompt_file import check_model, files_fingerprint, read_prompt_file
+from apar_core.formats.prompt_file import (
+    check_model,
+    files_fingerprint,
+    read_prompt_file,
+    refuse_variant,
+)
 from apar_core.scheduler.fork_settings import CONFIG_KEY, fork_settings
 from apar_core.vllm_names import (
     ParallelLMHead,
@@ -83,6 +88,7 @@ def load_prompt_rows(vllm_config: VllmConfig) -> Tensor:
     """
     folder = _check_settings(vllm_config)
     settings, embeddings_MED = read_prompt_file(folder)
+    refuse_variant(settings)
     config = vllm_config.speculative_config
     assert config is not None
     drafts = config.num_speculative_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,22 +19,23 @@ SettingsT = TypeVar("SettingsT", bound=BaseModel)
 def read_settings(
     path: Path,
     name: str,
-    model_type: str,
+    model_types: Sequence[str],
     kind: type[SettingsT],
     prepare: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None,
 ) -> SettingsT:
     """Read the settings of heads or prompt tokens; `prepare` checks and renames their fields.
 
-    Raises CheckpointError for a missing or damaged file, another `model_type`, and naming the first
-    field that is wrong.
+    Raises CheckpointError for a missing or damaged file, a `model_type` that is none of
+    `model_types`, and naming the first field that is wrong.
     """
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"no configuration of {name} in {path}: {error}") from error
     found = config.get("model_type") if isinstance(config, dict) else config
-    if found != model_type:
-        raise CheckpointError(f"{path}: model_type must be {model_type!r}, got {found!r}")
+    if found not in model_types:
+        wanted = " or ".join(map(repr, model_types))
+        raise CheckpointError(f"{path}: model_type must be {wanted}, got {found!r}")
     try:
         return kind.model_validate(config if prepare is None else prepare(config, path))
     except ValidationError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +25,7 @@ from apar_core.formats.config_file import CONFIG_FILE, read_settings
 
 WEIGHTS_FILE = "model.safetensors"
 MODEL_TYPE = "ppd_prompt_tokens"
-_EMBEDDINGS, _WEIGHTS = "embeddings", "weights"
+_EMBEDDINGS = "embeddings"
 
 # Values per weight that the fingerprint of a model reads.
 _VALUES_PER_WEIGHT = 64
@@ -52,6 +52,14 @@ class PromptTokenSettings(BaseModel):
     exits: PositiveInt = Field(
         1, description="Last layers whose hidden states are averaged (appendix B.7)."
     )
+    prefix: tuple[PositiveInt, ...] | None = Field(
+        None,
+        description="Shape [L, 2, M, H, D] of trained keys and values in front of the text, those "
+        "of each prompt token for itself (appendix B.3).",
+    )
+    head: tuple[PositiveInt, PositiveInt] | None = Field(
+        None, description="Shape [V, D] of an output layer for prompt tokens (appendix B.4)."
+    )
     fingerprint: str = Field(description="Fingerprint of the model, by `weights_fingerprint`.")
 
     @property
@@ -59,26 +67,30 @@ class PromptTokenSettings(BaseModel):
         """Shape [M, E, D] of the embeddings."""
         return self.num_prompts, self.ensemble, self.hidden_size
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors by name: `embeddings`, and `weights`, `prefix`, `head` if any."""
+        optional = {
+            "weights": self.shape[:2] if self.average == "learned" else None,
+            "prefix": self.prefix,
+            "head": self.head,
+        }
+        return {_EMBEDDINGS: self.shape} | {
+            name: shape for name, shape in optional.items() if shape is not None
+        }
+
 
 def write_prompt_file(
-    settings: PromptTokenSettings,
-    embeddings_MED: Tensor,
-    folder: str | Path,
-    weights_ME: Tensor | None = None,
+    settings: PromptTokenSettings, weights: Mapping[str, Tensor], folder: str | Path
 ) -> None:
-    """Write `config.json` and safetensors in the dtype of the embeddings.
-
-    `weights_ME` are the learned weights of the members, for `average: learned`.
-    """
+    """Write `config.json` and safetensors with the tensors of `settings.shapes`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {_EMBEDDINGS: embeddings_MED.detach().cpu().contiguous()}
-    if weights_ME is not None:
-        tensors[_WEIGHTS] = weights_ME.detach().cpu().contiguous()
+    tensors = {name: weights[name].detach().cpu().contiguous() for name in settings.shapes}
     config = {
         "model_type": MODEL_TYPE,
         **settings.model_dump(),
-        "dtype": str(embeddings_MED.dtype).removeprefix("torch."),
+        "dtype": str(tensors[_EMBEDDINGS].dtype).removeprefix("torch."),
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -95,20 +107,20 @@ def read_prompt_file(folder: str | Path) -> tuple[PromptTokenSettings, Tensor]:
 
 
 def read_prompt_tensors(folder: str | Path) -> tuple[PromptTokenSettings, dict[str, Tensor]]:
-    """Return settings and all tensors: `embeddings`, and learned `weights` [M, E] if any.
+    """Return settings and the tensors of `settings.shapes`.
 
     Raises CheckpointError as `read_prompt_file` does.
     """
     folder = Path(folder)
-    settings = read_settings(folder / CONFIG_FILE, "prompt tokens", MODEL_TYPE, PromptTokenSettings)
+    settings = read_settings(
+        folder / CONFIG_FILE, "prompt tokens", (MODEL_TYPE,), PromptTokenSettings
+    )
     path = folder / WEIGHTS_FILE
     try:
         tensors = load_file(path)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the prompt tokens in {path}: {error}") from error
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDINGS: settings.shape}
-    if settings.average == "learned":
-        shapes[_WEIGHTS] = settings.shape[:2]
+    shapes = settings.shapes
     if tensors.keys() != shapes.keys():
         raise CheckpointError(f"{path}: weights must be {sorted(shapes)}, got {sorted(tensors)}")
     for name, tensor in tensors.items():
@@ -131,6 +143,18 @@ def check_model(settings: PromptTokenSettings, *, hidden_size: int, fingerprint:
             "prompt tokens were trained for another model: they have fingerprint "
             f"{settings.fingerprint}, the model has {fingerprint}"
         )
+
+
+def refuse_variant(settings: PromptTokenSettings) -> None:
+    """Raise CheckpointError for the paper's variants that nothing decodes and are only measured."""
+    usual = {"mask": "ensemble", "exits": 1, "prefix": None, "head": None}
+    for field, expected in usual.items():
+        found = getattr(settings, field)
+        if found != expected:
+            raise CheckpointError(
+                f"prompt tokens have {field} {found!r}, decoding needs {expected!r}: other values "
+                "are for `apar evaluate ppd` only"
+            )
 
 
 def weights_fingerprint(weights: Iterable[tuple[str, Iterable[int], Tensor]]) -> str:

@@ -56,6 +56,8 @@ _ALIASES = {
     "h100-sxm": "h100",
     "h100-80gb-hbm3": "h100",
     "h100-sxm5-80gb": "h100",
+    # Of one GPU only the FP64 arithmetic differs, and between GPUs NVLink is slower.
+    "h800": "h100",
     "h200-141gb": "h200",
     "h200-sxm": "h200",
     "4090": "rtx-4090",

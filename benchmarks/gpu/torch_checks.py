@@ -135,8 +135,7 @@ def decoders(setup: Setup) -> Found:
     """Compare the texts of all decoders in float32 with those that a CPU gave."""
     from transformers import PreTrainedTokenizerFast
 
-    from apar_core.models.apar_tiny_medusa import heads_path
-    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
     from apar_core.offline.data.tiny_corpus.generator import Corpus
     from apar_core.offline.decoders.interface import DecodeLimits, decode_answer
     from apar_core.offline.decoders.load import DECODER_NAMES, SINGLE_THREAD, load_decoder
@@ -151,8 +150,8 @@ def decoders(setup: Setup) -> Found:
 
     def decode(name: str) -> list[str]:
         decoder = load_decoder(
-            name, folder, medusa_heads=heads_path(), prompt_tokens=prompts_path(),
-            device=setup.device, dtype=torch.float32,
+            name, folder, medusa_heads=SHIPPED_HEADS["apar-tiny"],
+            prompt_tokens=SHIPPED_PROMPTS["apar-tiny"], device=setup.device, dtype=torch.float32,
         )  # fmt: skip
         answers = [decode_answer(decoder, prompt, limits=limits).text_ids for prompt in prompts]
         return [" ".join(map(str, token_ids)) for token_ids in answers]

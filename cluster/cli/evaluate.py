@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -49,7 +49,10 @@ _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
 # Of a replica's environment, what an engine in this process reads too.
 _ENGINE_VARIABLES = ("TORCH_", "VLLM_CPU_", "VLLM_NO_")
-_DECODERS = ("plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar")
+_DECODERS = (
+    "plain", "vanilla_apar", "medusa", "medusa_apar", "ppd", "ppd_apar", "lookup", "lookup_apar",
+    "recycling", "recycling_apar",
+)  # fmt: skip
 
 evaluate = typer.Typer(
     no_args_is_help=True, help="Measure speed and quality as the APAR paper does."
@@ -300,12 +303,13 @@ def acceptance(
     prompts: Prompts = "held-out",
     benchmark_files: BenchmarkFiles = None,
     answers: Answers = None,
+    max_tokens: MaxTokens = 1024,
     device: Device = "auto",
 ) -> None:
     """Show how often prompt tokens and Medusa heads guess right, and what trees gain from it.
 
     The table has the acceptance probability by distance and rank. The report compares prompt
-    tokens with Medusa heads, and dynamic, static and random trees of equal size. Examples:
+    tokens with Medusa heads, and optimal, dynamic, static and random trees of one size. Examples:
 
     [bold]apar evaluate acceptance[/bold]
 
@@ -325,6 +329,7 @@ def acceptance(
             prompts=prompts,
             questions=benchmark_files,
             limit=answers,
+            max_tokens=max_tokens,
             device=device,
         )
         show_report(run_acceptance(settings), out, hidden=("probabilities",))
@@ -370,12 +375,11 @@ def passes(
 def _weights(
     model: str, prompt_tokens: Path | None, medusa_heads: Path | None
 ) -> tuple[Path | None, Path | None]:
-    """Return the folders as given; those of the default model if none was given for it."""
-    from apar_core.models.apar_tiny_medusa import heads_path
-    from apar_core.models.apar_tiny_prompts import prompts_path
+    """Return the folders as given; those that are shipped for the model if none was given."""
+    from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
 
-    if model == DEFAULT_MODEL and prompt_tokens is None and medusa_heads is None:
-        return prompts_path(), heads_path()
+    if prompt_tokens is None and medusa_heads is None:
+        return SHIPPED_PROMPTS.get(model), SHIPPED_HEADS.get(model)
     return prompt_tokens, medusa_heads
 
 
@@ -411,39 +415,69 @@ def ppd(
     context: Annotated[
         int, typer.Option(min=1, help="Context for pass times and predictions (tokens).")
     ] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.", callback=finite)
+    ] = 0.0,
+    acceptance: Annotated[
+        Literal["typical", "exact"],
+        typer.Option(
+            help="At a temperature, accept likely candidates as the paper does (typical), or only "
+            "those that equal the token drawn (exact), so that no text changes."
+        ),
+    ] = "typical",
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Measurements of each answer, all answers in turn.")
+    ] = 1,
     train_steps: Annotated[
         int,
         typer.Option(
-            min=0, help="Train variants of apar-tiny's prompt tokens for so many steps (0: none)."
+            min=0, help="Train the variants of tables 2 to 8 for so many steps (0: none)."
         ),
     ] = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --train-steps: output folder of `apar data prepare`; apar-tiny needs none."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(help="With --data: recipe that the variants change.")
+    ] = "ppd-small",
+    many: Annotated[
+        int, typer.Option(min=2, help="EPTs of the variants where the paper has 100.")
+    ] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds that each variant is trained with.")] = 1,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Compare Parallel Prompt Decoding with Medusa heads and plain decoding, alone and with forks.
 
-    The report has tables 1, 2, 3, 6, 7 and 8 and figures 6a, 7 and 8 of the PPD paper. It adds the
-    speed-up of speculation by live rows, measured here and predicted for GPUs. apar-tiny has prompt
-    tokens and heads of its own; another model needs both options. An interrupted run continues with
-    the same command and --out. Example:
+    The report has tables 1 to 8 and figures 6 to 9 of the PPD paper. It adds the speed-up of
+    speculation by live rows, measured here and predicted for GPUs. apar-tiny and smollm2-135m have
+    prompt tokens of their own; another model needs --prompt-tokens. Decoders with forks are
+    compared if the model has control tokens. An interrupted run continues with the same command and
+    --out. Examples:
 
     [bold]apar evaluate ppd --answers 20 --out out/ppd[/bold]
+
+    [bold]apar evaluate ppd --model smollm2-135m --prompts mt-bench --repeats 3 --out out/ppd[/bold]
     """
-    from apar_core.models.apar_tiny import checkpoint_path
-    from apar_core.models.apar_tiny_medusa import heads_path
-    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
     from apar_core.offline.evaluation.ppd import run_ppd
     from apar_core.offline.evaluation.ppd_measurements import PpdSettings
 
     with clear_errors():
-        path = model_path(model)
-        if (prompt_tokens is None or medusa_heads is None) and Path(path) != checkpoint_path():
-            raise EvaluationError(f"{model} needs --prompt-tokens and --medusa-heads")
+        prompt_tokens = prompt_tokens or SHIPPED_PROMPTS.get(model)
+        medusa_heads = medusa_heads or SHIPPED_HEADS.get(model)
+        if prompt_tokens is None:
+            raise EvaluationError(
+                f"{model} needs --prompt-tokens (`apar train-prompts` makes them)"
+            )
         settings = PpdSettings(
-            model=path,
+            model=model_path(model),
             model_name=model,
-            prompt_tokens=prompt_tokens or prompts_path(),
-            medusa_heads=medusa_heads or heads_path(),
+            prompt_tokens=prompt_tokens,
+            medusa_heads=medusa_heads,
             draft_model=draft_model,
             draft_prompts=draft_prompts,
             prompts=prompts,
@@ -454,7 +488,14 @@ def ppd(
             dtype=dtype,
             tree_sizes=tuple(tree_sizes),
             context=context,
+            temperature=temperature,
+            acceptance=acceptance,
+            repeats=repeats,
             train_steps=train_steps,
+            data=data,
+            recipe=recipe,
+            many=many,
+            seeds=seeds,
         )
         with stage_progress() as progress:
             report = run_ppd(settings, out, progress)

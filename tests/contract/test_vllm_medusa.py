@@ -15,7 +15,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.models.medusa import Medusa
 from vllm.transformers_utils.configs.medusa import MedusaConfig
 
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.speculation.medusa_heads import (
     MedusaHeads,
     MedusaHeadSettings,
@@ -64,7 +64,7 @@ def test_our_heads_compute_what_vllms_module_does(
 ) -> None:
     torch.manual_seed(0)
     if layers is None:
-        folder = heads_path()
+        folder = SHIPPED_HEADS["apar-tiny"]
     else:
         folder = tmp_path
         settings = MedusaHeadSettings(

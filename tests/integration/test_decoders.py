@@ -13,7 +13,7 @@ import torch
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.formats.control_tokens import find_control_tokens
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodeLimits, decode_answer
 from apar_core.offline.decoders.load import load_decoder, load_tokenizer
 from apar_core.offline.speculation.medusa_heads import load_medusa_heads, save_medusa_heads
@@ -44,7 +44,7 @@ def prompts() -> list[list[int]]:
 
 
 def decoded(name: str) -> list[DecodedAnswer]:
-    heads = heads_path() if name == "medusa_apar" else None
+    heads = SHIPPED_HEADS["apar-tiny"] if name == "medusa_apar" else None
     decoder = load_decoder(
         name, checkpoint_path(), medusa_heads=heads, device="cpu", dtype=torch.float32
     )
@@ -136,7 +136,7 @@ def test_vllms_medusa_method_takes_the_shipped_heads_and_forks_as_without(
     tmp_path: Path, engine_answers: EngineAnswers
 ) -> None:
     # vLLM runs the heads in the dtype of their file, which has to be the model's.
-    save_medusa_heads(load_medusa_heads(heads_path()).float(), tmp_path)
+    save_medusa_heads(load_medusa_heads(SHIPPED_HEADS["apar-tiny"]).float(), tmp_path)
 
     speculating = run_engine(
         speculative_config={"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 2}
@@ -157,7 +157,7 @@ def test_vllms_medusa_method_takes_the_folder_of_the_shipped_heads_as_it_is() ->
         dtype="bfloat16",
         speculative_config={
             "method": "medusa",
-            "model": str(heads_path()),
+            "model": str(SHIPPED_HEADS["apar-tiny"]),
             "num_speculative_tokens": 2,
         },
     ).run

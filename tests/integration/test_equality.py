@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from apar_core.engine.prompt_chain import PROPOSER
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_PROMPTS
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import FLOAT_NOISE, chats, generate_threads, mismatches
 
@@ -25,7 +25,7 @@ CHAIN = {
         "model": PROPOSER,
         "num_speculative_tokens": 3,
     },
-    "additional_config": {"apar": {"prompt_tokens": str(prompts_path())}},
+    "additional_config": {"apar": {"prompt_tokens": str(SHIPPED_PROMPTS["apar-tiny"])}},
 }
 # name: (engine arguments, number of chats, events that must happen)
 WAYS: dict[str, tuple[dict[str, Any], int, set[str]]] = {

@@ -19,7 +19,7 @@ from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.formats.prompt_file import read_prompt_file
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_PROMPTS
 from apar_core.scheduler.core_state import core_state
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import (
@@ -40,7 +40,7 @@ CHAIN: dict[str, Any] = {
         "model": PROPOSER,
         "num_speculative_tokens": NUM_DRAFTS,
     },
-    "additional_config": {"apar": {"prompt_tokens": str(prompts_path())}},
+    "additional_config": {"apar": {"prompt_tokens": str(SHIPPED_PROMPTS["apar-tiny"])}},
 }
 
 
@@ -155,7 +155,7 @@ def test_threads_equal_plain_decoding_and_guesses_those_of_the_prompt_tokens(
     assert drafts.outcomes[2, 0] > drafts.outcomes[2, 1]
     # A guess is what its prompt token predicts behind the tokens before the last one.
     model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
-    rows_MD = read_prompt_file(prompts_path())[1][:, 0].float()
+    rows_MD = read_prompt_file(SHIPPED_PROMPTS["apar-tiny"])[1][:, 0].float()
     size = model.config.vocab_size
     with_guesses = [each for each in drafts.proposed if each[1][0] < size]
     assert len(with_guesses) > 100

@@ -18,6 +18,7 @@ from apar_core.formats.control_tokens import (
     find_control_tokens,
     refuse_control_tokens,
 )
+from apar_core.formats.prompt_file import refuse_variant
 from apar_core.offline.causal_model import load_causal_model
 from apar_core.offline.decoders.interface import (
     DecodedAnswer,
@@ -37,7 +38,13 @@ from apar_core.offline.decoders.proposer import (
 from apar_core.offline.decoders.thread_family import ThreadFamily
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from apar_core.offline.decoders.tree_decoder import AnswerRun, DecodingModel
-from apar_core.offline.speculation.acceptance import ACCEPTANCE_FILE, read_table
+from apar_core.offline.decoders.weightless import (
+    LOOKUP_TABLE,
+    RECYCLING_TABLE,
+    LookupProposer,
+    RecyclingProposer,
+)
+from apar_core.offline.speculation.acceptance import ACCEPTANCE_FILE, AcceptanceTable, read_table
 from apar_core.offline.speculation.candidate_tree import candidate_tree, full_trees
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, load_medusa_heads
 from apar_core.offline.speculation.prompt_tokens import (
@@ -55,10 +62,23 @@ from apar_core.offline.training.tree_forward import limited_attention
 from apar_core.step_costs.costs import StepCosts
 from apar_core.tree.restore import TreeStream
 
-DecoderName = Literal["plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar"]
+DecoderName = Literal[
+    "plain", "vanilla_apar", "medusa", "medusa_apar", "ppd", "ppd_apar", "lookup", "lookup_apar",
+    "recycling", "recycling_apar",
+]  # fmt: skip
 DECODER_NAMES: tuple[DecoderName, ...] = get_args(DecoderName)
-SINGLE_THREAD: frozenset[str] = frozenset({"plain", "ppd"})
-"""Decoders that never fork."""
+UNFORKED: Mapping[str, DecoderName] = {
+    "vanilla_apar": "plain",
+    "medusa_apar": "medusa",
+    "ppd_apar": "ppd",
+    "lookup_apar": "lookup",
+    "recycling_apar": "recycling",
+}
+"""For each decoder that forks, the one that decodes a single thread in the same way."""
+SINGLE_THREAD: frozenset[str] = frozenset(UNFORKED.values())
+"""Decoders that never fork; they decode any causal model."""
+HEADED: frozenset[str] = frozenset({"medusa", "medusa_apar"})
+"""Decoders that need Medusa heads."""
 PROMPTED: frozenset[str] = frozenset({"ppd", "ppd_apar"})
 """Decoders that need prompt tokens."""
 
@@ -85,7 +105,10 @@ def pass_seconds(device: torch.device) -> Callable[[int], float]:
 
 @dataclass(frozen=True, slots=True)
 class ThreadDecoder:
-    """Implementation of `AnswerDecoder`; keeps no state between answers."""
+    """Implementation of `AnswerDecoder`.
+
+    Between answers it keeps what Token Recycling has learned, so one answer at a time is decoded.
+    """
 
     decoding: DecodingModel
     control: ControlTokens | None
@@ -232,12 +255,14 @@ def load_decoder(
     if control is None and name not in SINGLE_THREAD:
         raise CheckpointError(f"{name} needs a model with control tokens: this vocabulary has none")
     heads = prompts = folder = None
-    if name == "medusa_apar":
-        folder, heads = medusa_heads, _heads(medusa_heads, loaded)
+    if name in HEADED:
+        folder, heads = medusa_heads, _heads(name, medusa_heads, loaded)
     elif name in PROMPTED:
         folder, prompts = prompt_tokens, _prompts(name, prompt_tokens)
     if trees is None and top_k is None and folder is not None:
         trees = _family_of_table(folder, loaded, heads, prompts, pass_times)
+    elif trees is None and (table := _WEIGHTLESS.get(UNFORKED.get(name, name))) is not None:
+        trees = _weightless_family(table, loaded, pass_times)
     return build_decoder(
         name,
         loaded,
@@ -281,17 +306,19 @@ def build_decoder(
         if trees is None:
             trees = _full_trees(heads, top_k, model.device)
         _check_heads(heads, config)
-        proposer = MedusaProposer(heads)
+        proposer = MedusaProposer(heads, model)
     elif prompts is not None:
         check_prompt_tokens(prompts, model)
-        _check_variant(prompts)
+        refuse_variant(prompts.settings)
         proposer = PromptProposer(prompts, model)
+    else:
+        proposer = _weightless_proposer(name, model)
     if trees is None:
-        if prompts is not None:
+        if proposer is not None:
             raise CheckpointError(f"{name} needs candidate trees")
         trees = _no_candidates
     ensemble = proposer.ensemble if proposer is not None else 0
-    _check_trees(trees, config, heads, prompts, ensemble)
+    _check_trees(trees, config, heads, prompts, ensemble, name)
     tokens = TreeTokens(control.fork_id, control.child_id, min(end_ids)) if control else None
     decoding = DecodingModel(
         model,
@@ -322,9 +349,12 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return end_ids
 
 
-def _heads(folder: Path | None, model: Any) -> MedusaHeads:
+def _heads(name: str, folder: Path | None, model: Any) -> MedusaHeads:
     if folder is None:
-        raise CheckpointError("medusa_apar needs medusa_heads, the folder of trained heads")
+        raise CheckpointError(
+            f"{name} needs medusa_heads, the folder of trained heads (`apar train-medusa` writes "
+            "it)"
+        )
     heads = load_medusa_heads(folder)
     return heads.to(device=model.device, dtype=model.dtype)
 
@@ -360,6 +390,30 @@ def _family_of_table(
     return tree_family(read_table(folder), pass_seconds(model.device), ensemble=ensemble)
 
 
+_WEIGHTLESS: Mapping[str, AcceptanceTable] = {
+    "lookup": LOOKUP_TABLE, "recycling": RECYCLING_TABLE
+}  # fmt: skip
+
+
+def _weightless_proposer(name: str, model: Any) -> Proposer | None:
+    kind = UNFORKED.get(name, name)
+    if kind == "lookup":
+        return LookupProposer(LOOKUP_TABLE.num_distances)
+    if kind == "recycling":
+        return RecyclingProposer(model.config.vocab_size, RECYCLING_TABLE.num_ranks, model.device)
+    return None
+
+
+def _weightless_family(
+    table: AcceptanceTable, model: Any, pass_times: Mapping[ProposerName, PassTimes] | None
+) -> TreeFamily:
+    """Return the trees of a proposer that needs neither weights nor further inputs."""
+    if pass_times is not None:
+        # Those of a decoder that guesses with weights are a little longer.
+        return pass_times[max(pass_times)].family(table, ensemble=0)
+    return tree_family(table, pass_seconds(model.device), ensemble=0)
+
+
 def _by_rows(family: TreeFamily) -> TreesOfRows:
     return lambda num_rows: family.for_rows(num_rows).trees
 
@@ -393,26 +447,17 @@ def _check_heads(heads: MedusaHeads, config: Any) -> None:
             raise CheckpointError(f"Medusa heads have {field} {theirs}, the model has {ours}")
 
 
-def _check_variant(prompts: PromptTokens) -> None:
-    """Raise CheckpointError for the paper's variants that predict worse and are only measured."""
-    for field, expected in (("mask", "ensemble"), ("exits", 1)):
-        found = getattr(prompts.settings, field)
-        if found != expected:
-            raise CheckpointError(
-                f"prompt tokens have {field} {found!r}, the decoders need {expected!r}: other "
-                "values are for `apar evaluate ppd` only"
-            )
-
-
 def _check_trees(
     trees: TreesOfRows,
     config: Any,
     heads: MedusaHeads | None,
     prompts: PromptTokens | None,
     ensemble: int,
+    name: str,
 ) -> None:
     """Raise CheckpointError for trees that the proposer cannot fill or the context cannot hold."""
-    most = 0
+    most = table.num_distances if (table := _WEIGHTLESS.get(UNFORKED.get(name, name))) else 0
+    ranks = config.vocab_size if table is None else table.num_ranks
     if heads is not None:
         most = heads.settings.medusa_num_heads
     elif prompts is not None:
@@ -421,14 +466,14 @@ def _check_trees(
         states = trees(num_rows)
         if len(states) - 1 > most:
             raise CheckpointError(
-                f"the candidate trees need predictions at {len(states) - 1} distances, and there "
-                f"are {most} " + ("Medusa heads" if heads is not None else "prompt tokens")
+                f"the candidate trees need predictions at {len(states) - 1} distances, and {name} "
+                f"has {most}"
             )
         for tree in states:
-            if max(tree.ranks) >= config.vocab_size:
+            if max(tree.ranks) >= ranks:
                 raise CheckpointError(
-                    f"a candidate tree has rank {max(tree.ranks)}, the vocabulary has "
-                    f"{config.vocab_size} tokens"
+                    f"a candidate tree has rank {max(tree.ranks)}; {name} has {ranks} candidates "
+                    "at a distance"
                 )
             nodes = candidate_tree(
                 tree, opens_child=True, ensemble=ensemble, child_prompts=len(states) - 1

@@ -1,4 +1,6 @@
-"""Proposers of candidates, Medusa heads or prompt tokens, and the trees that they fill.
+"""Proposers of candidates, and the trees that they fill: Medusa heads and prompt tokens.
+
+`weightless` has those that need no weights.
 
 Dimensions: R rows, N nodes of the last pass, M distances, E members of an ensemble, D hidden size,
 V vocabulary.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,39 +28,111 @@ The state of a row is the number of distances at which it has predictions.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the candidates of a pass are chosen from.
+
+    `trees_R` has the tree of each row in `stack`, `pending_R1` its last token, and `first_read_R`
+    the node of the last pass from which its predictions are read. No candidate is `banned`.
+    `child_id` fills nodes that are no candidates.
+    """
+
+    stack: TreeStack
+    trees_R: Tensor
+    num_nodes: int
+    depth: int
+    pending_R1: Tensor
+    first_read_R: Tensor
+    hidden_ND: Tensor | None
+    banned: Tensor
+    child_id: int
+
+
 class Proposer(Protocol):
-    """Predicts the tokens after a row's pending token from the hidden states of the last pass."""
+    """Chooses the candidates of a pass.
 
-    @property
-    def embeddings_ND(self) -> Tensor | None:
-        """Embeddings [1 + M * E, D] of prompt tokens, after a row of zeros; None without any."""
-        ...
+    `embeddings_ND` are the embeddings [1 + M * E, D] of prompt tokens after a row of zeros, None
+    without any, and `ensemble` is E; 0 if candidates need no input. `reads_hidden` tells whether
+    they are read from the hidden states of the last pass, `reads_text` whether `states` finds them
+    in the text.
+    """
 
-    @property
-    def ensemble(self) -> int:
-        """Embeddings per prompt token; 0 if predictions need no input."""
-        ...
+    embeddings_ND: Tensor | None
+    ensemble: int
+    reads_hidden: bool
+    reads_text: bool
 
     def first_read(self, tree: CandidateTree, node: int) -> int:
-        """Return the first node that `predict` reads if `node` is the last one accepted."""
+        """Return the first node that is read if `node` is the last one accepted."""
         ...
+
+    def states(self, paths: Sequence[list[int]], others: Sequence[list[int]]) -> list[int]:
+        """Return for how many distances each row has candidates, if the text decides it.
+
+        `paths` has the tokens of the rows' whole paths, `others` those of all threads.
+        """
+        ...
+
+    def tokens(self, asked: Asked) -> Tensor:
+        """Return the token [R, num_nodes] of each node of the pass."""
+        ...
+
+    def learn(self, tokens_RC: Tensor, logits_RCV: Tensor) -> None:
+        """Take note of what the model predicts after each token of a pass."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what was learned."""
+        ...
+
+
+class HiddenProposer:
+    """Proposer that predicts from the hidden states of the last pass."""
+
+    reads_hidden = True
+    reads_text = False
 
     def predict(self, hidden_ND: Tensor, firsts_R: Tensor, num_distances: int) -> Tensor:
         """Return logits [R, num_distances, V] of the tokens after each row's pending token.
 
         `firsts_R` has the nodes from `first_read`. Distances beyond a row's state are undefined.
         """
-        ...
+        raise NotImplementedError
+
+    def states(self, paths: Sequence[list[int]], others: Sequence[list[int]]) -> list[int]:
+        raise NotImplementedError
+
+    def tokens(self, asked: Asked) -> Tensor:
+        """Return the likeliest candidates in the nodes of their distance and rank."""
+        proposals_RMK = None
+        if asked.hidden_ND is not None and asked.depth > 0:
+            logits_RMV = self.predict(asked.hidden_ND, asked.first_read_R, asked.depth)
+            logits_RMV = logits_RMV.index_fill(-1, asked.banned, -torch.inf)
+            num_ranks = asked.stack.num_ranks
+            if num_ranks == 1:
+                proposals_RMK = logits_RMV.argmax(-1, keepdim=True)
+            else:
+                proposals_RMK = logits_RMV.topk(num_ranks, -1).indices
+        return asked.stack.tokens(
+            asked.trees_R, asked.num_nodes, asked.pending_R1, asked.child_id, proposals_RMK
+        )
+
+    def learn(self, tokens_RC: Tensor, logits_RCV: Tensor) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
 
 
-class MedusaProposer:
+class MedusaProposer(HiddenProposer):
     """Medusa heads: head d reads the node that predicted the pending token."""
 
     embeddings_ND: Tensor | None = None
     ensemble = 0
 
-    def __init__(self, heads: MedusaHeads) -> None:
+    def __init__(self, heads: MedusaHeads, model: Any) -> None:
         self.heads = heads
+        self._output_layer = model.get_output_embeddings()
 
     def first_read(self, tree: CandidateTree, node: int) -> int:
         """Return the node itself."""
@@ -65,11 +140,11 @@ class MedusaProposer:
 
     def predict(self, hidden_ND: Tensor, firsts_R: Tensor, num_distances: int) -> Tensor:
         """Return the heads' logits."""
-        logits_HRV: Tensor = self.heads(hidden_ND[firsts_R])
+        logits_HRV: Tensor = self.heads(hidden_ND[firsts_R], self._output_layer)
         return logits_HRV[:num_distances].transpose(0, 1)
 
 
-class PromptProposer:
+class PromptProposer(HiddenProposer):
     """Prompt tokens: those after a node predict what follows the token chosen after it.
 
     Source: PPD (arXiv 2405.18628), sections 3.1 and 3.2.

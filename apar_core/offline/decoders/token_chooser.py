@@ -39,6 +39,10 @@ class TypicalAcceptance:
     delta: float = 0.3
 
 
+EXACT = TypicalAcceptance(epsilon=1.0, delta=math.inf)
+"""Accepts only candidates that equal the token drawn: samples are those of plain decoding."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
     """Result of the choice, as lists [R][Q].

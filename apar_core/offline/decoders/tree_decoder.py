@@ -18,10 +18,15 @@ from torch import Tensor
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.decoders.interface import StepRecord, TokenChoice
-from apar_core.offline.decoders.proposer import Proposer, TreeStacks
+from apar_core.offline.decoders.proposer import Asked, Proposer, TreeStacks
 from apar_core.offline.decoders.row_cache import RowCache
 from apar_core.offline.decoders.thread_family import Thread, ThreadFamily
-from apar_core.offline.decoders.token_chooser import ChosenTokens, TypicalAcceptance, choose_tokens
+from apar_core.offline.decoders.token_chooser import (
+    EXACT,
+    ChosenTokens,
+    TypicalAcceptance,
+    choose_tokens,
+)
 from apar_core.offline.speculation.candidate_tree import CandidateTree, TreeStack
 
 
@@ -79,10 +84,15 @@ class AnswerRun:
         self.cache.reserve(4 if model.forks else 1, len(prompt) + 64)
         self.rows = [Row(family.root, len(prompt) - 1, prompt[-1])]
         self._prompt: list[int] | None = prompt
+        self._prompt_ids = prompt
         self._saved: dict[Thread, list[Tensor]] = {}
         self._hidden_ND: Tensor | None = None
         self._num_passes = 0
         self._num_nodes = 0
+        typical = choice.temperature > 0 and model.acceptance != EXACT
+        if model.proposer is not None and typical:
+            # Candidates decide which tokens are accepted, and a seed must decide the answer.
+            model.proposer.forget()
         tokens = model.tokens
         # An id for nodes that are no tokens; it is never chosen after.
         self._child_id = tokens.child_id if tokens is not None else 0
@@ -110,6 +120,7 @@ class AnswerRun:
 
     def _run_pass(self) -> tuple[list[CandidateTree], ChosenTokens]:
         stack = self._model.trees.of_rows(len(self.rows))
+        self._look_up(len(stack.trees) // 2 - 1)
         numbers = [2 * row.state + (row.child is not None) for row in self.rows]
         trees = [stack.trees[number] for number in numbers]
         num_chosen = max(tree.num_chosen for tree in trees)
@@ -125,11 +136,16 @@ class AnswerRun:
         )
         trees_R, pending_R, starts_R, firsts_R = facts_FR
         tokens_RQ = pending_R[:, None]
-        if self._num_nodes > 1:
-            proposals_RMK = self._proposals(stack, max(tree.depth for tree in trees), firsts_R)
-            tokens_RQ = stack.tokens(
-                trees_R, self._num_nodes, tokens_RQ, self._child_id, proposals_RMK
-            )
+        proposer = self._model.proposer
+        if self._num_nodes > 1 and proposer is None:
+            tokens_RQ = stack.tokens(trees_R, self._num_nodes, tokens_RQ, self._child_id, None)
+        elif self._num_nodes > 1 and proposer is not None:
+            tokens_RQ = proposer.tokens(
+                Asked(
+                    stack, trees_R, self._num_nodes, max(tree.depth for tree in trees), tokens_RQ,
+                    firsts_R, self._hidden_ND, self._banned, self._child_id,
+                )
+            )  # fmt: skip
         embeddings_RQ = None
         if stack.has_prompts:
             embeddings_RQ = stack.embeddings(trees_R, self._num_nodes)
@@ -147,6 +163,8 @@ class AnswerRun:
             logits_RCV = self._call(tokens_RQ, embeddings_RQ, mask_R1QT, positions_RQ, num_chosen)
         tokens_RC = tokens_RQ[:, :num_chosen]
         self._ban(logits_RCV, tokens_RC)
+        if proposer is not None:
+            proposer.learn(tokens_RC, logits_RCV)
         return trees, choose_tokens(
             logits_RCV,
             tokens_RC,
@@ -156,16 +174,22 @@ class AnswerRun:
             self._uniforms(trees, num_chosen),
         )
 
-    def _proposals(self, stack: TreeStack, num_distances: int, firsts_R: Tensor) -> Tensor | None:
-        """Return the candidates [R, M, K] of the rows, likeliest first; None without any."""
+    def _look_up(self, most: int) -> None:
+        """Set the rows' states where they depend on the text; the prefill has no candidates."""
         proposer = self._model.proposer
-        if proposer is None or self._hidden_ND is None or num_distances == 0:
-            return None
-        logits_RMV = proposer.predict(self._hidden_ND, firsts_R, num_distances)
-        logits_RMV = logits_RMV.index_fill(-1, self._banned, -torch.inf)
-        if stack.num_ranks == 1:
-            return logits_RMV.argmax(-1, keepdim=True)
-        return logits_RMV.topk(stack.num_ranks, -1).indices
+        if proposer is None or not proposer.reads_text or self._prompt is not None:
+            return
+        paths = [self._path(row.thread) for row in self.rows]
+        others = [thread.token_ids for thread in self._family.threads]
+        for row, state in zip(self.rows, proposer.states(paths, others), strict=True):
+            row.state = min(state, most)
+
+    def _path(self, thread: Thread) -> list[int]:
+        """Return the tokens that a thread reads and has written."""
+        if thread.parent is None:
+            return self._prompt_ids + thread.token_ids
+        own_start = thread.parent.num_before + thread.num_shared
+        return [*self._path(thread.parent)[:own_start], self._child_id, *thread.token_ids]
 
     def _prefill(
         self, prompt: list[int], stack: TreeStack, tokens_RQ: Tensor, embeddings_RQ: Tensor | None
@@ -200,6 +224,9 @@ class AnswerRun:
         if embeddings is not None:
             inputs = {"inputs_embeds": self._embedded(ids, embeddings)}
         if self._model.proposer is not None:
+            # Only nodes that no thread reaches lie after the last position.
+            positions = positions.clamp(max=model.config.max_position_embeddings - 1)
+        if self._model.proposer is not None and self._model.proposer.reads_hidden:
 
             def keep_hidden(_module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 self._hidden_ND = given[0].flatten(0, 1)
@@ -207,8 +234,6 @@ class AnswerRun:
                 return (given[0][:, :num_chosen],)
 
             hook = model.get_output_embeddings().register_forward_pre_hook(keep_hidden)
-            # Only nodes that no thread reaches lie after the last position.
-            positions = positions.clamp(max=model.config.max_position_embeddings - 1)
         try:
             output = model(
                 **inputs,
@@ -221,7 +246,7 @@ class AnswerRun:
         finally:
             if hook is not None:
                 hook.remove()
-        logits: Tensor = output.logits
+        logits: Tensor = output.logits[:, :num_chosen]
         return logits
 
     def _embedded(self, ids: Tensor, embeddings: Tensor) -> Tensor:

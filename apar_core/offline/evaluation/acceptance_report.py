@@ -35,8 +35,7 @@ from apar_core.offline.speculation.prompt_tokens import (
     load_prompt_tokens,
 )
 from apar_core.offline.speculation.sparse_tree import (
-    DynamicTree,
-    dynamic_tree,
+    dynamic_tree_of_size,
     optimal_tree,
     random_tree,
     static_tree,
@@ -78,7 +77,8 @@ class AcceptanceSettings:
     """Options of an evaluation of prompt tokens, Medusa heads or both.
 
     A table is measured if its folder has none or if `measure` asks for it. The measurement decodes
-    answers to the first `limit` of the `prompts`; `questions` is the folder of benchmark files.
+    answers of up to `max_tokens` to the first `limit` of the `prompts`; `questions` is the folder
+    of benchmark files.
     """
 
     model: str
@@ -89,6 +89,7 @@ class AcceptanceSettings:
     prompts: str = HELD_OUT
     questions: Path | None = None
     limit: int | None = None
+    max_tokens: int = 1024
     device: str = "auto"
 
 
@@ -148,7 +149,7 @@ def _measure(settings: AcceptanceSettings, folder: Path) -> None:
         else text.encode_chat(question.messages(0, ()))
         for question in questions
     ]
-    measure_and_write(model, tokenizer, proposer, prompts, folder)
+    measure_and_write(model, tokenizer, proposer, prompts, folder, settings.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,8 @@ def tree_lengths(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> 
     dynamic, num_nodes = None, num_inputs
     division = (num_inputs - 1, most * num_inputs)
     if ensemble:
-        division, best = _best_division(table, num_inputs, ensemble)
-        dynamic = best.expected_length()
+        best = dynamic_tree_of_size(table, num_inputs, ensemble)
+        division, dynamic = best.division, best.expected_length()
         num_nodes = num_inputs // (1 + ensemble * most)
     drawn = (random_tree(table, *division, seed) for seed in range(_NUM_RANDOM))
     return TreeLengths(
@@ -185,18 +186,6 @@ def tree_lengths(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> 
         static_tree(table, num_nodes - 1).expected_length() if num_nodes else None,
         fmean(tree.expected_length() for tree in drawn),
     )
-
-
-def _best_division(
-    table: AcceptanceTable, num_inputs: int, ensemble: int
-) -> tuple[tuple[int, int], DynamicTree]:
-    """Return the numbers of candidates and prompt tokens with the longest steps, and the tree."""
-    # One prompt token at least stays in a tree; without room for it there are no guesses.
-    trees = {(0, 0): optimal_tree(table, 1)}
-    for candidates in range(num_inputs - ensemble):
-        division = candidates, (num_inputs - 1 - candidates) // ensemble
-        trees[division] = dynamic_tree(table, *division)
-    return max(trees.items(), key=lambda found: found[1].expected_length())
 
 
 def acceptance_report(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from apar_core.formats.control_tokens import TreeTokens
-from apar_core.offline.decoders.interface import AnswerDecoder, DecodedAnswer, decode_answer
+from apar_core.formats.control_tokens import find_control_tokens
+from apar_core.offline.decoders.interface import DecodedAnswer, DecodeLimits, decode_answer
 from apar_core.offline.decoders.load import load_decoder
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.measure_acceptance import (
@@ -20,39 +20,33 @@ from apar_core.offline.speculation.measure_acceptance import (
     acceptance_table,
     measure_ranks,
 )
+from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree
-from apar_core.offline.training.pretrained import pad_token_id, tree_tokens
+from apar_core.offline.training.pretrained import pad_token_id
 from apar_core.offline.training.tree_forward import SDPA
 
 
-def greedy_rows(
-    decoder: AnswerDecoder, prompts: Sequence[Sequence[int]], tokens: TreeTokens
-) -> list[PackedTree]:
-    """Return the decoder's greedy answers, one row per thread with its whole path."""
-    return [
-        row
-        for prompt in prompts
-        for row in thread_rows(prompt, decode_answer(decoder, prompt), tokens)
-    ]
-
-
 def thread_rows(
-    prompt: Sequence[int], answer: DecodedAnswer, tokens: TreeTokens
+    prompt: Sequence[int], answer: DecodedAnswer, end_id: int, child_id: int | None = None
 ) -> list[PackedTree]:
-    """Return each thread as a row whose targets are the thread's own tokens and its end."""
+    """Return each thread as a row whose targets are the thread's own tokens and its end.
+
+    A row has the thread's whole path; `child_id` opens a child's part of it.
+    """
     rows = []
     paths: dict[str | None, list[int]] = {None: list(prompt)}
     forks: dict[str | None, list[int]] = {None: []}
     for thread in answer.threads:
         start = paths[None]
         if thread.parent is not None:
+            assert child_id is not None
             opened = forks[thread.parent][thread.fork_ordinal]
-            start = [*paths[thread.parent][: opened + 1], tokens.child_id]
+            start = [*paths[thread.parent][: opened + 1], child_id]
         path = [*start, *thread.token_ids]
         own = range(len(start), len(path))
         paths[thread.thread] = path
-        forks[thread.thread] = [at for at in own if path[at] == tokens.fork_id]
-        ids = [*path, tokens.end_id] if thread.ended else path
+        forks[thread.thread] = [at for at in own if path[at] == answer.fork_id]
+        ids = [*path, end_id] if thread.ended else path
         targets = [
             ids[at + 1] if len(start) - 1 <= at < len(ids) - 1 else IGNORED_TARGET
             for at in range(len(ids))
@@ -62,13 +56,28 @@ def thread_rows(
 
 
 def own_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
 ) -> list[PackedTree]:
-    """Return the threads of the model's greedy forked answers."""
+    """Return the threads of the model's greedy answers, which fork if it has control tokens.
+
+    Each answer has at most `max_tokens` text tokens.
+    """
     # FlexAttention is for training; the decoders' masks are tensors.
     model.set_attn_implementation(SDPA)
-    decoder = load_decoder("vanilla_apar", model, tokenizer, device=str(model.device))
-    return greedy_rows(decoder, prompts, tree_tokens(tokenizer))
+    control = find_control_tokens(tokenizer.get_vocab())
+    name, child_id = ("plain", None) if control is None else ("vanilla_apar", control.child_id)
+    decoder = load_decoder(name, model, tokenizer, device=str(model.device))
+    limits, end_id = DecodeLimits(max_tokens=max_tokens), turn_end_id(tokenizer)
+    return [
+        row
+        for prompt in prompts
+        for row in thread_rows(
+            prompt, decode_answer(decoder, prompt, limits=limits), end_id, child_id
+        )
+    ]
 
 
 def measured_table(
@@ -79,7 +88,8 @@ def measured_table(
     num_prompts: int,
 ) -> AcceptanceTable:
     """Return the acceptance table of guesses for the threads of `num_prompts` answers."""
-    banned = (tree_tokens(tokenizer).child_id,)
+    control = find_control_tokens(tokenizer.get_vocab())
+    banned = () if control is None else (control.child_id,)
     ranks = measure_ranks(model, proposer, rows, banned=banned, pad_id=pad_token_id(tokenizer))
     num_places = sum(len(each) for each in ranks)
     source = f"{num_prompts} held-out prompts, {len(rows)} threads, {num_places} places, greedy"
@@ -92,9 +102,13 @@ def measure_and_write(
     proposer: Proposer,
     prompts: Sequence[Sequence[int]],
     folder: Path,
+    max_tokens: int,
 ) -> AcceptanceTable:
-    """Measure on the model's greedy forked answers to prompts; write the table to `folder`."""
-    rows = own_answers(model, tokenizer, prompts)
+    """Measure on the model's greedy answers to prompts; write the table to `folder`.
+
+    Each answer has at most `max_tokens` text tokens.
+    """
+    rows = own_answers(model, tokenizer, prompts, max_tokens)
     table = measured_table(model, tokenizer, proposer, rows, len(prompts))
     table.write(folder)
     return table

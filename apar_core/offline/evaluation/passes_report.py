@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from apar_core.errors import EvaluationError
 from apar_core.formats.control_tokens import find_control_tokens
 from apar_core.offline.causal_model import load_causal_model
-from apar_core.offline.decoders.load import ThreadDecoder, load_decoder, load_tokenizer
+from apar_core.offline.decoders.load import UNFORKED, ThreadDecoder, load_decoder, load_tokenizer
 from apar_core.offline.decoders.pass_times import (
     MEASURED_TOKENS,
     PASSES_FILE,
@@ -106,11 +106,9 @@ def measured_passes(
     for each in proposers:
 
         def load(family: TreeFamily, each: Guesses = each) -> ThreadDecoder:
-            name = "medusa_apar"
-            if each.proposer == "prompt_tokens":
-                name = "ppd" if control is None else "ppd_apar"
+            name = "ppd_apar" if each.proposer == "prompt_tokens" else "medusa_apar"
             return load_decoder(
-                name,
+                UNFORKED[name] if control is None else name,
                 model,
                 tokenizer,
                 prompt_tokens=each.folder,

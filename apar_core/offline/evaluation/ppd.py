@@ -7,11 +7,13 @@ Source: Parallel Prompt Decoding (arXiv 2405.18628).
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
@@ -21,7 +23,8 @@ from matplotlib.figure import Figure
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.causal_model import load_causal_model
-from apar_core.offline.decoders.interface import DecodeLimits
+from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice
+from apar_core.offline.decoders.load import SINGLE_THREAD
 from apar_core.offline.decoders.pass_times import (
     PASSES_FILE,
     PassTimes,
@@ -33,45 +36,55 @@ from apar_core.offline.evaluation.acceptance_report import read_guesses
 from apar_core.offline.evaluation.passes_report import measured_passes
 from apar_core.offline.evaluation.ppd_measurements import (
     DRAFT,
-    MAIN_METHODS,
     MEDUSA,
+    MEDUSA_APAR,
     PLAIN,
     PPD,
     PPD_APAR,
     VANILLA,
-    VARIANTS,
+    WEIGHTLESS,
     LivePasses,
     Method,
     MethodAnswer,
     MethodStore,
     PpdSettings,
+    TrainedVariant,
     build_methods,
     compared_trees,
     length_interval,
     measure_methods,
     sized_tree,
     train_variants,
-    variant_recipe,
+    variants,
 )
 from apar_core.offline.evaluation.ppd_predictions import (
     MEDUSA_LENGTH,
     PAPER_TABLES,
+    PUBLISHED_TABLE_1,
     answer_speedups,
     medusa_heads_s,
     memory_table,
     paper_model,
     predict_best,
+    predict_sizes,
+    predicted_table_1,
     prediction_tables,
 )
 from apar_core.offline.evaluation.prompt_sets import load_prompts
 from apar_core.offline.evaluation.replay_text import load_text
 from apar_core.offline.evaluation.speed_run import choose_device, choose_dtype
-from apar_core.offline.speculation.acceptance import VICUNA_7B, AcceptanceTable, read_table
+from apar_core.offline.speculation.acceptance import (
+    STARTING_PLACES,
+    VICUNA_7B,
+    AcceptanceTable,
+    read_table,
+)
 from apar_core.offline.speculation.prompt_tokens import load_prompt_tokens
 from apar_core.offline.speculation.sparse_tree import FAMILY_ROWS, best_size
 from apar_core.reporting import (
     PLOT_SETTINGS,
     RUN_COLOURS,
+    Cell,
     Column,
     Report,
     ReportTable,
@@ -83,8 +96,12 @@ from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import step_costs
 
 _TOP = 5
+_VARIANT_SETTINGS = ("train_steps", "data", "recipe", "many", "seeds")
 _ROW_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16))
 _GPUS = ("a100-80gb", "h100")
+_PAPER_GPUS = ("a100-40gb", "rtx-4090")
+_PREDICTED = (PLAIN, PPD, VANILLA, PPD_APAR, MEDUSA_APAR)
+_TREE_KINDS = ("optimal", "dynamic", "static", "random")
 
 
 @dataclass(frozen=True)
@@ -95,10 +112,16 @@ class Measurements:
     methods: Sequence[Method]
     store: MethodStore
     prompts: AcceptanceTable
-    medusa: AcceptanceTable
-    variants: Mapping[str, AcceptanceTable]
+    medusa: AcceptanceTable | None
+    draft: AcceptanceTable | None
+    variants: Mapping[str, Sequence[TrainedVariant]]
     times: Mapping[ProposerName, PassTimes]
     ensemble: int
+
+    @property
+    def forks(self) -> bool:
+        """Whether the model has control tokens."""
+        return any(method.name == VANILLA for method in self.methods)
 
 
 def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Report:
@@ -106,16 +129,27 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
 
     Raises EvaluationError or CheckpointError for invalid settings, weights or folder.
     """
-    if settings.train_steps and Path(settings.model) != checkpoint_path():
-        raise EvaluationError("--train-steps trains variants of apar-tiny only")
+    is_tiny = Path(settings.model) == checkpoint_path()
+    if settings.train_steps and not is_tiny and settings.data is None:
+        raise EvaluationError(
+            f"--train-steps needs --data to train variants for {settings.model_name}"
+        )
+    if settings.data is not None and (is_tiny or not settings.train_steps):
+        raise EvaluationError("--data is for --train-steps with another model than apar-tiny")
+    if settings.draft_model is not None and settings.temperature > 0:
+        raise EvaluationError("--draft-model is for greedy decoding: omit it or --temperature")
     questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
     text = load_text(settings.model)
     device = choose_device(settings.device)
     loaded: Any = load_causal_model(settings.model, dtype=choose_dtype(settings.dtype, device))
     model = loaded.to(device).eval()
-    prompts, medusa = read_table(settings.prompt_tokens), read_table(settings.medusa_heads)
+    prompts, medusa = read_table(settings.prompt_tokens), None
+    if settings.medusa_heads is not None:
+        medusa = read_table(settings.medusa_heads)
     ensemble = load_prompt_tokens(settings.prompt_tokens).settings.ensemble
-    facts = settings.model_dump(mode="json", exclude={"limit", "questions", "model", "train_steps"})
+    facts = settings.model_dump(
+        mode="json", exclude={"limit", "questions", "model", *_VARIANT_SETTINGS, "repeats"}
+    )
     claim_folder(folder, {name: str(value) for name, value in facts.items()})
     passes = folder / PASSES_FILE
     if not passes.is_file():
@@ -126,17 +160,21 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
     times = read_passes(passes)
     methods = build_methods(settings, model, text, prompts, medusa, times, ensemble)
     store = MethodStore(folder / "answers.jsonl")
-    show = progress.start(f"answers to {settings.prompts}", len(questions))
+    show = progress.start(f"answers to {settings.prompts}", len(questions) * settings.repeats)
     limits = DecodeLimits(max_tokens=settings.max_tokens)
-    measure_methods(methods, questions, text, limits, store, show)
-    variants: dict[str, AcceptanceTable] = {}
+    choice = TokenChoice.sampled(settings.temperature, seed=settings.seed)
+    measure_methods(methods, questions, text, limits, store, show, settings.repeats, choice)
+    found: dict[str, list[TrainedVariant]] = {}
     if settings.train_steps:
-        show = progress.start("variants of prompt tokens", len(VARIANTS))
-        variants = train_variants(
-            checkpoint_path(), folder / f"variants-{settings.train_steps}", settings.train_steps,
-            show,
-        )  # fmt: skip
-    run = Measurements(settings, methods, store, prompts, medusa, variants, times, ensemble)
+        show = progress.start(
+            "variants of prompt tokens", len(variants(settings.many)) * settings.seeds
+        )
+        inputs = f"{settings.data and settings.data.resolve()} {settings.recipe}"
+        digest = hashlib.sha256(inputs.encode()).hexdigest()[:8]
+        trained = folder / f"variants-{settings.train_steps}-{settings.many}-{digest}"
+        found = train_variants(settings, settings.model, trained, show)
+    draft = None if settings.draft_prompts is None else read_table(settings.draft_prompts)
+    run = Measurements(settings, methods, store, prompts, medusa, draft, found, times, ensemble)
     return ppd_report(run, _machine(device), len(questions))
 
 
@@ -154,36 +192,53 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
     cut = sum(not answer.ended for answers in by_method.values() for answer in answers)
     facts = {
         "Model": settings.model_name,
-        "Prompts": f"{num_prompts} of {settings.prompts}, first turns, greedy",
+        "Prompts": f"{num_prompts} of {settings.prompts}, first turns, {_choice_text(settings)}, "
+        f"each measured {settings.repeats} times in turn",
         "Machine": machine,
         "Acceptance of prompt tokens": run.prompts.source,
-        "Acceptance of Medusa heads": run.medusa.source,
     }
+    if run.medusa is not None:
+        facts["Acceptance of Medusa heads"] = run.medusa.source
     if cut:
         facts["Cut off"] = f"{cut} answers, by the token limit or the model's context"
-    different = differing_texts(by_method)
-    facts["Texts"] = (
-        "those of plain for all methods without forks, of vanilla_apar for all with forks"
-        if not different
-        else f"{different} answers differ from those without speculation"
-    )
+    if not _prefers_likely_text(settings):
+        different = differing_texts(by_method)
+        facts["Texts"] = (
+            "those of plain for all methods without forks, of vanilla_apar for all with forks"
+            if not different
+            else f"{different} answers differ from those without speculation"
+        )
     tables = [
         methods_table(run, by_method),
+        table_1(run, by_method),
         trees_table(run, by_method),
-        live_rows_measured(run, by_method),
+        *([live_rows_measured(run, by_method)] if run.forks else []),
         sizes_table(run, by_method),
         accuracy_table(run),
         *([variants_table(run)] if run.variants else []),
-        answers_on_gpu(run, by_method[VANILLA]),
+        *([answers_on_gpu(run, by_method[VANILLA])] if run.forks else []),
         *prediction_tables(settings.context),
     ]
     figures = {
         "accuracy": accuracy_figure(run),
         "memory": memory_figure(),
         "tree-size": tree_size_figure(run, by_method),
-        "live-rows": live_rows_figure(run, by_method),
+        "gpu-sizes": gpu_sizes_figure(settings.context),
+        **({"live-rows": live_rows_figure(run, by_method)} if run.forks else {}),
+        **({"losses": losses_figure(run)} if run.variants else {}),
     }
     return Report("Parallel Prompt Decoding", facts, tables, figures, {})
+
+
+def _prefers_likely_text(settings: PpdSettings) -> bool:
+    """Return whether speculation changes the distribution of the texts."""
+    return settings.temperature > 0 and settings.acceptance == "typical"
+
+
+def _choice_text(settings: PpdSettings) -> str:
+    if not settings.temperature:
+        return "greedy"
+    return f"temperature {settings.temperature:g}, {settings.acceptance} acceptance"
 
 
 def differing_texts(by_method: Mapping[str, Sequence[MethodAnswer]]) -> int:
@@ -202,7 +257,12 @@ def differing_texts(by_method: Mapping[str, Sequence[MethodAnswer]]) -> int:
 
 def _unspeculated(name: str) -> str:
     """Return the decoder that writes the same text without speculation."""
-    return PLAIN if name.partition(",")[0] in (PLAIN, PPD, DRAFT) else VANILLA
+    return PLAIN if name.partition(",")[0] in (*SINGLE_THREAD, DRAFT) else VANILLA
+
+
+def _is_predicted(method: Method) -> bool:
+    """Return whether tokens per pass are predicted: by a measured table, in a single thread."""
+    return method.name.partition(",")[0] in SINGLE_THREAD and method.name not in WEIGHTLESS
 
 
 # ---- tables ------------------------------------------------------------------------------------
@@ -216,11 +276,25 @@ def methods_table(
     run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]
 ) -> ReportTable:
     """Return steps, tokens per pass, pass time and speed of all methods."""
+
+    def gain(answers: Sequence[MethodAnswer], reference: Sequence[MethodAnswer]) -> float:
+        """Return tokens per second relative to those of the reference."""
+        speeds = (
+            sum(each.text_tokens for each in part) / _total(part).seconds
+            for part in (answers, reference)
+        )
+        return next(speeds) / next(speeds)
+
     rows = []
     for method in run.methods:
         answers = by_method[method.name]
         total = _total(answers)
-        same = _total(by_method[_unspeculated(method.name)])
+        reference = by_method[_unspeculated(method.name)]
+        same = _total(reference)
+        gains = [
+            gain(*([each for each in part if each.repeat == n] for part in (answers, reference)))
+            for n in range(run.settings.repeats)
+        ]
         length, low, high = length_interval(answers)
         num_text = sum(answer.text_tokens for answer in answers)
         plain = by_method[PLAIN]
@@ -232,13 +306,15 @@ def methods_table(
                 1 + total.passes / len(answers),
                 length,
                 f"{low:.2f} to {high:.2f}",
-                method.expected_length
-                if not method.name.startswith((PPD_APAR, MEDUSA, DRAFT))
-                else None,
+                method.expected_length if _is_predicted(method) else None,
                 1e3 * total.seconds / max(total.passes, 1),
                 num_text / total.seconds,
-                same.passes / max(total.passes, 1),
-                same.seconds / total.seconds,
+                same.passes
+                / sum(each.text_tokens for each in reference)
+                * num_text
+                / max(total.passes, 1),
+                gain(answers, reference),
+                f"{min(gains):.2f} to {max(gains):.2f}",
                 num_text / total.seconds / plain_speed,
                 sum(answer.draft_passes for answer in answers) / len(answers)
                 if method.name.startswith(DRAFT)
@@ -259,22 +335,69 @@ def methods_table(
             Column("Tokens/s", ".0f"),
             Column("Fewer steps", ".2f"),
             Column("Speed-up", ".2f"),
+            Column("by repeat"),
             Column("Speed against plain", ".2f"),
             Column("Draft passes per answer", ".1f"),
         ),
         tuple(rows),
         "Inputs: the largest number of a row at one live row; trees sized by hardware change with "
-        "the live rows. Fewer steps and speed-up: relative to the same texts without speculation "
-        "(plain for ppd, vanilla_apar for the others), the prefill left out. Speed against plain: "
+        "the live rows. Fewer steps and speed-up: relative to the answers without speculation "
+        "(plain without forks, vanilla_apar with them), the prefill left out. Speed against plain: "
         "text tokens per second, where texts with and without forks differ.",
     )
 
 
+def table_1(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> ReportTable:
+    """Return table 1: throughput, accepted tokens, pass time, quality and sizes of the trees."""
+    rows: list[tuple[Cell, ...]] = [
+        (row.model, row.method, "paper, A100-40GB", row.throughput, row.length, 1e3 * row.pass_s,
+         row.quality, row.candidates, row.inputs)
+        for row in PUBLISHED_TABLE_1
+    ]  # fmt: skip
+    rows += predicted_table_1("a100-40gb", run.settings.context)
+    sampled = _prefers_likely_text(run.settings)
+    for method in run.methods:
+        if method.name not in (PLAIN, PPD, MEDUSA, *WEIGHTLESS):
+            continue
+        answers = by_method[method.name]
+        total = _total(answers)
+        trees = () if method.tree is None else method.tree.trees[1:]
+        same = not sampled and not differing_texts({PLAIN: by_method[PLAIN], method.name: answers})
+        quality = None if method.name == PLAIN else "Same" if same else "judge"
+        rows.append(
+            (run.settings.model_name, method.name, "measured here",
+             sum(each.text_tokens for each in answers) / total.seconds,
+             length_interval(answers)[0], 1e3 * total.seconds / max(total.passes, 1), quality,
+             ", ".join(str(tree.num_candidates) for tree in trees) or None,
+             ", ".join(str(tree.num_inputs(method.ensemble) - 1) for tree in trees) or "1")
+        )  # fmt: skip
+    return ReportTable(
+        "table-1",
+        "Throughput, accepted tokens and pass time (table 1)",
+        (
+            Column("Model"),
+            Column("Method"),
+            Column("Where"),
+            Column("Tokens/s", ".1f"),
+            Column("Tokens per step", ".2f"),
+            Column("ms per pass", ".1f"),
+            Column("Quality"),
+            Column("Candidates of states 1 to M"),
+            Column("Inputs"),
+        ),
+        tuple(rows),
+        "The paper's quality is the score on MT-Bench; Same: the texts are those without "
+        "speculation. judge: texts differ, so `apar evaluate quality` must score them. Predicted: "
+        "the paper's trees, with the authors' acceptance and step costs; the host's time between "
+        "passes is left out.",
+    )
+
+
 def trees_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> ReportTable:
-    """Return dynamic, static and random trees of the same size (figure 8a)."""
+    """Return optimal, dynamic, static and random trees of the same size (figure 8a)."""
     rows = []
     for method in run.methods:
-        if method.sized in ("dynamic", "static", "random") and method.name.startswith(f"{PPD},"):
+        if method.sized in _TREE_KINDS and method.name.startswith(f"{PPD},"):
             assert method.tree is not None
             length, low, high = length_interval(by_method[method.name])
             last = method.tree.trees[-1]
@@ -286,7 +409,7 @@ def trees_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer
             )  # fmt: skip
     return ReportTable(
         "trees",
-        "Dynamic, static and random trees (figure 8a), one live row",
+        "Kinds of trees (figure 8a), one live row",
         (
             Column("At most"),
             Column("Tree"),
@@ -299,8 +422,8 @@ def trees_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer
             Column("Prediction inside"),
         ),
         tuple(rows),
-        f"Dynamic: the best tree of a size. Random trees: seed {run.settings.seed}. Intervals "
-        "are bootstrapped over answers.",
+        "Optimal: the best tree of a size. Dynamic: the paper's construction. Random trees: seed "
+        f"{run.settings.seed}. Intervals are bootstrapped over answers.",
     )
 
 
@@ -327,7 +450,7 @@ def _measured_gain(
     """Return tokens per second relative to vanilla_apar in passes with as many live threads."""
     speeds = []
     for each in (name, VANILLA):
-        part, _ = _binned(by_method[each], low, high)
+        part, _ = _binned(by_method.get(each, ()), low, high)
         if not part.passes or not part.tokens:
             return None
         speeds.append(part.tokens / part.seconds)
@@ -345,9 +468,12 @@ def live_rows_measured(
     for low, high in _ROW_BINS:
         vanilla, _threads = _binned(by_method[VANILLA], low, high)
         pass_s = run.times["prompt_tokens"].pass_s(high)
-        heads_pass_s = run.times["medusa_heads"].pass_s(high)
         best = best_size(run.prompts, pass_s, high, ensemble=run.ensemble)
-        heads = best_size(run.medusa, heads_pass_s, high, ensemble=0)
+        heads_gain = None
+        if run.medusa is not None:
+            heads_pass_s = run.times["medusa_heads"].pass_s(high)
+            heads = best_size(run.medusa, heads_pass_s, high, ensemble=0)
+            heads_gain = heads.tokens_per_s * heads_pass_s(high)
         rows.append(
             (
                 str(low) if low == high else f"{low} to {high}",
@@ -355,11 +481,11 @@ def live_rows_measured(
                 1e3 * vanilla.seconds / vanilla.passes if vanilla.passes else None,
                 _measured_gain(by_method, PPD_APAR, low, high),
                 _measured_gain(by_method, f"{PPD_APAR}, {size}", low, high),
-                _measured_gain(by_method, MEDUSA, low, high),
-                _measured_gain(by_method, f"{MEDUSA}, {size}", low, high),
+                _measured_gain(by_method, MEDUSA_APAR, low, high),
+                _measured_gain(by_method, f"{MEDUSA_APAR}, {size}", low, high),
                 float(best.num_inputs),
                 best.tokens_per_s * pass_s(high),
-                heads.tokens_per_s * heads_pass_s(high),
+                heads_gain,
                 *(
                     predict_best(each, table, high, context).speedup
                     for table in (run.prompts, VICUNA_7B)
@@ -395,12 +521,14 @@ def live_rows_measured(
 def sizes_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> ReportTable:
     """Return predicted and measured speed by tree size at one live row (figures 8b and 8c)."""
     pass_s = run.times["prompt_tokens"].pass_s(1)
-    plain = _total(by_method[PLAIN])
+    plain = by_method[PLAIN]
+    plain_speed = sum(each.text_tokens for each in plain) / _total(plain).seconds
     rows = []
     for size in (1, *run.settings.tree_sizes):
-        name = PLAIN if size == 1 else f"{PPD}, dynamic, {size}"
+        name = PLAIN if size == 1 else f"{PPD}, optimal, {size}"
         method = next(each for each in run.methods if each.name == name)
         total = _total(by_method[name])
+        speed = sum(each.text_tokens for each in by_method[name]) / total.seconds
         rows.append(
             (
                 float(method.num_inputs),
@@ -408,7 +536,7 @@ def sizes_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer
                 1e3 * pass_s(method.num_inputs),
                 method.expected_length * pass_s(1) / pass_s(method.num_inputs),
                 1e3 * total.seconds / total.passes,
-                plain.seconds / total.seconds,
+                speed / plain_speed,
             )
         )
     best = best_size(run.prompts, pass_s, 1, ensemble=run.ensemble)
@@ -432,36 +560,53 @@ def sizes_table(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer
 
 
 def accuracy_table(run: Measurements) -> ReportTable:
-    """Return top-1 and top-5 accuracy by distance (figure 6a)."""
+    """Return top-1 and top-5 accuracy by distance (figures 6a and 6c)."""
+    rows: list[tuple[Cell, ...]] = [
+        (name, places, *_accuracies(table, (1, 2, 3), at_start=at_start))
+        for name, table in _tables(run)
+        for places, at_start in (("all", False), (f"first {STARTING_PLACES}", True))
+        if not at_start or table.accuracy_at_start is not None
+    ]
+    rows += [
+        (f"{name}, the authors' trees", "all", *_accuracies(table, (1,)), *(None,) * 4)
+        for name, table in PAPER_TABLES.items()
+    ]
     return ReportTable(
         "accuracy",
-        "Accuracy by distance on held-out prompts (figure 6a)",
-        (Column("Weights"), *_accuracy_columns((1, 2, 3))),
-        tuple(
-            (name, *_accuracies(table, (1, 2, 3)))
-            for name, table in (("prompt tokens", run.prompts), ("Medusa heads", run.medusa))
-        ),
+        "Accuracy by distance on held-out prompts (figures 6a and 6c)",
+        (Column("Weights"), Column("Places"), *_accuracy_columns((1, 2, 3))),
+        tuple(rows),
         _ACCURACY_NOTE,
     )
 
 
 def variants_table(run: Measurements) -> ReportTable:
-    """Return the accuracy of trained variants (tables 2, 3, 6, 7 and 8)."""
+    """Return the accuracy of trained variants (tables 2 to 8)."""
     rows = []
-    for name, table in run.variants.items():
-        variant = VARIANTS[name]
-        paper = variant.paper or (None,) * 4
-        steps = variant_recipe(variant, run.settings.train_steps).num_steps
-        rows.append((name, variant.place, float(steps), *_accuracies(table, (1, 2)), *paper))
-    source = next(iter(run.variants.values())).source
+    kinds = variants(run.settings.many)
+    for name, found in run.variants.items():
+        variant = kinds[name]
+        tables = [each.table for each in found]
+        firsts = [_accuracies(table, (1,), at_start=True)[0] or 0.0 for table in tables]
+        shares = [_accuracies(table, (1, 2), at_start=True) for table in tables]
+        anywhere = fmean(_accuracies(table, (1,))[0] or 0.0 for table in tables)
+        rows.append(
+            (name, variant.place, float(len(found[0].losses)),
+             *(fmean(share or 0.0 for share in column) for column in zip(*shares, strict=True)),
+             f"{min(firsts):.3f} to {max(firsts):.3f}", anywhere,
+             *(variant.paper or (None,) * 4))
+        )  # fmt: skip
+    source = next(iter(run.variants.values()))[0].table.source
     return ReportTable(
         "variants",
-        "Variants of prompt tokens (tables 2, 3, 6, 7 and 8)",
+        "Variants of prompt tokens (tables 2 to 8)",
         (
             Column("Variant"),
             Column("In the paper"),
             Column("Steps", ".0f"),
             *_accuracy_columns((1, 2)),
+            Column("@1 Top-1 by seed"),
+            Column("all places: @1 Top-1", ".3f"),
             *(
                 Column(f"Paper: @{distance} Top-{top}", ".3f")
                 for distance in (1, 2)
@@ -469,20 +614,37 @@ def variants_table(run: Measurements) -> ReportTable:
             ),
         ),
         tuple(rows),
-        f"{_ACCURACY_NOTE} Measured on {source}; one seed. The paper's values are of Vicuna-7B "
-        "with 1 EPT, or 100 where these have 2: only their order can be compared.",
+        f"Accuracy of the first {STARTING_PLACES} tokens of a thread, as in the paper, mean of "
+        f"{run.settings.seeds} seeds. Measured on {source}. The paper's values are of Vicuna-7B on "
+        f"Alpaca, with 100 EPTs where these have {run.settings.many}: only their order can be "
+        "compared.",
     )
 
 
-_ACCURACY_NOTE = "Share of all places where the token is among the first k, as in the paper."
+def _tables(run: Measurements) -> list[tuple[str, AcceptanceTable]]:
+    """Return the acceptance tables of the run by the name of the weights."""
+    tables = {
+        "prompt tokens": run.prompts,
+        "Medusa heads": run.medusa,
+        "prompt tokens of the draft model": run.draft,
+    }
+    return [(name, table) for name, table in tables.items() if table is not None]
+
+
+_ACCURACY_NOTE = (
+    f"Share of places where the token is among the first k. The paper counts the first "
+    f"{STARTING_PLACES} tokens of an answer."
+)
 
 
 def _accuracy_columns(distances: Sequence[int]) -> list[Column]:
     return [Column(f"@{distance} Top-{top}", ".3f") for distance in distances for top in (1, _TOP)]
 
 
-def _accuracies(table: AcceptanceTable, distances: Sequence[int]) -> list[float | None]:
-    shares = table.accuracy or table.top_k()
+def _accuracies(
+    table: AcceptanceTable, distances: Sequence[int], *, at_start: bool = False
+) -> list[float | None]:
+    shares = (table.accuracy_at_start if at_start else None) or table.accuracy or table.top_k()
     return [
         shares[distance - 1][min(top, table.num_ranks) - 1] if distance <= len(shares) else None
         for distance in distances
@@ -511,16 +673,14 @@ def answers_on_gpu(run: Measurements, vanilla: Sequence[MethodAnswer]) -> Report
                     heads_s=medusa_heads_s(model, gpu),
                     medusa_length=medusa_length,
                 )
-                rows.append(
-                    (f"{name} on {gpu}", source, *(speedups.get(each) for each in MAIN_METHODS))
-                )
+                rows.append((f"{name} on {gpu}", source, *map(speedups.get, _PREDICTED)))
     return ReportTable(
         "answers-on-gpu",
         "These answers on a GPU, predicted, relative to plain",
         (
             Column("Model and GPU"),
             Column("Acceptance"),
-            *(Column(each, ".2f") for each in MAIN_METHODS),
+            *(Column(each, ".2f") for each in _PREDICTED),
         ),
         tuple(rows),
         f"One answer at a time, {run.settings.context} tokens of context, from the live threads of "
@@ -537,9 +697,7 @@ def accuracy_figure(run: Measurements) -> Figure:
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(7.5, 4.2), layout="constrained")
         panel = figure.subplots()
-        for table, name, style in (
-            (run.prompts, "prompt tokens", "-"), (run.medusa, "Medusa heads", "--")
-        ):  # fmt: skip
+        for (name, table), style in zip(_tables(run), ("-", "--", ":"), strict=False):
             for distance, sums in enumerate(table.accuracy or table.top_k(), start=1):
                 panel.plot(
                     range(1, len(sums) + 1), sums, style, color=RUN_COLOURS[distance - 1],
@@ -567,12 +725,11 @@ def memory_figure() -> Figure:
 def tree_size_figure(run: Measurements, by_method: Mapping[str, Sequence[MethodAnswer]]) -> Figure:
     """Return tokens per pass by tree size: predicted lines, measured points (figure 8a)."""
     sizes = (4, 6, 8, 12, 16, 24, 32, 48, 64)
-    curves: dict[str, list[float]] = {"dynamic": [], "static": [], "random": []}
+    curves: dict[str, list[float]] = {kind: [] for kind in _TREE_KINDS}
     for size in sizes:
         trees = compared_trees(run.prompts, size, run.ensemble, run.settings.seed)
         for kind, tree in trees.items():
             curves[kind].append(tree.expected_length())
-    medusa = [sized_tree(run.medusa, size, 0).expected_length() for size in sizes]
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Figure(figsize=(7.5, 4.2), layout="constrained")
         panel = figure.subplots()
@@ -583,9 +740,45 @@ def tree_size_figure(run: Measurements, by_method: Mapping[str, Sequence[MethodA
                 panel.errorbar(
                     [size], [length], yerr=[[length - low], [high - length]], fmt="o", color=colour
                 )
-        panel.plot(sizes, medusa, "--", color=RUN_COLOURS[3], label="Medusa heads, predicted")
+        if run.medusa is not None:
+            medusa = [sized_tree(run.medusa, size, 0).expected_length() for size in sizes]
+            panel.plot(sizes, medusa, "--", color="#3d4852", label="Medusa heads, predicted")
         panel.set(xlabel="Inputs of a row in a pass", ylabel="Tokens per pass")
         panel.set_title("Tree size: predicted, and measured with 95% intervals")
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def gpu_sizes_figure(context: int) -> Figure:
+    """Return the predicted speed-up of Vicuna-7B by tree size on several GPUs (figure 8b)."""
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        for colour, gpu in zip(RUN_COLOURS, _PAPER_GPUS + _GPUS, strict=False):
+            costs = step_costs(find_model("llama-7b"), find_gpu(gpu))
+            sizes = predict_sizes(costs, VICUNA_7B, 1, context)
+            best = max(sizes, key=lambda each: each.speedup)
+            panel.plot(
+                [each.num_inputs for each in sizes], [each.speedup for each in sizes],
+                color=colour, label=f"{gpu}, best with {best.num_inputs}",
+            )  # fmt: skip
+            panel.plot([best.num_inputs], [best.speedup], "o", color=colour)
+        panel.set(xlabel="Inputs of a row in a pass", ylabel="Speed-up over no speculation")
+        panel.set_title("Vicuna-7B by tree size, predicted")
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def losses_figure(run: Measurements) -> Figure:
+    """Return the training loss with one EPT and with several (figure 9)."""
+    with mpl.rc_context(PLOT_SETTINGS):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        panel = figure.subplots()
+        for colour, name in zip(RUN_COLOURS, ("1 EPT", f"{run.settings.many} EPTs"), strict=False):
+            losses = run.variants[name][0].losses
+            panel.plot(range(1, len(losses) + 1), losses, color=colour, label=name)
+        panel.set(xlabel="Step", ylabel="Training loss")
+        panel.set_title("Training loss of prompt tokens")
         panel.legend(frameon=False, fontsize=8)
     return figure
 

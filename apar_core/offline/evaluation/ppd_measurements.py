@@ -7,54 +7,73 @@ Source: Parallel Prompt Decoding (arXiv 2405.18628), sections 4 and 5, appendix 
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from apar_core.errors import EvaluationError
+from apar_core.formats.control_tokens import find_control_tokens
 from apar_core.json_lines import append_line, read_finished_lines
+from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import (
     AnswerDecoder,
     DecodedAnswer,
     DecodeLimits,
+    TokenChoice,
     decode_answer,
 )
 from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
 from apar_core.offline.decoders.pass_times import PassTimes, ProposerName
+from apar_core.offline.decoders.token_chooser import EXACT
+from apar_core.offline.decoders.weightless import LOOKUP_TABLE, RECYCLING_TABLE
 from apar_core.offline.evaluation.own_answers import measured_table, own_answers
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.replay_text import ModelText
 from apar_core.offline.speculation.acceptance import ACCEPTANCE_FILE, AcceptanceTable, read_table
-from apar_core.offline.speculation.frozen_training import train_tiny_beside
+from apar_core.offline.speculation.frozen_training import train_beside, train_tiny_beside
 from apar_core.offline.speculation.prompt_tokens import load_prompt_tokens
 from apar_core.offline.speculation.sparse_tree import (
     DynamicTree,
     TreeFamily,
+    dynamic_tree_of_size,
     random_tree,
     size_curve,
     static_tree,
 )
 from apar_core.offline.speculation.train_prompts import PROMPT_TOKENS
 from apar_core.offline.training.packing import PackedTree
-from apar_core.offline.training.recipe import PromptRecipe
+from apar_core.offline.training.recipe import PromptRecipe, load_recipe
 from apar_core.offline.training.tree_forward import SDPA
+from apar_core.offline.training.tree_trainer import OnStep
+from apar_core.whole_files import replace_file
 
-PLAIN, PPD, VANILLA, PPD_APAR, MEDUSA = "plain", "ppd", "vanilla_apar", "ppd_apar", "medusa_apar"
+PLAIN, PPD, MEDUSA = "plain", "ppd", "medusa"
+VANILLA, PPD_APAR, MEDUSA_APAR = "vanilla_apar", "ppd_apar", "medusa_apar"
+WEIGHTLESS = {"lookup": LOOKUP_TABLE, "recycling": RECYCLING_TABLE}
+"""Decoders that guess without weights, and the acceptance that their trees are sized for."""
 DRAFT = "draft"
-MAIN_METHODS = (PLAIN, PPD, VANILLA, PPD_APAR, MEDUSA)
 
 
 class PpdSettings(BaseModel):
     """Settings of `apar evaluate ppd`.
 
     `model` is a folder or hub name. `draft_model` guesses for it, also with prompt tokens of its
-    own, `draft_prompts`. `train_steps` trains variants of the embedded model's prompt tokens, 0
-    none. `tree_sizes` are inputs of a row in a pass for the comparison of trees.
+    own, `draft_prompts`. `tree_sizes` are inputs of a row in a pass for the comparison of trees.
+    Each answer is measured `repeats` times. Above a `temperature` of 0, `acceptance` is typical or
+    exact, where each text is a sample of plain decoding with the same seed.
+
+    `train_steps` trains variants of the prompt tokens, 0 none, with `seeds` seeds each and `many`
+    EPTs in place of the paper's 100: of apar-tiny on its corpus, of another model on `data` with
+    changes of `recipe`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -62,7 +81,7 @@ class PpdSettings(BaseModel):
     model: str
     model_name: str
     prompt_tokens: Path
-    medusa_heads: Path
+    medusa_heads: Path | None = None
     draft_model: Path | None = None
     draft_prompts: Path | None = None
     prompts: str = "held-out"
@@ -73,7 +92,14 @@ class PpdSettings(BaseModel):
     dtype: str = "auto"
     tree_sizes: tuple[PositiveInt, ...] = (8, 16, 32)
     context: PositiveInt = 512
+    temperature: NonNegativeFloat = 0.0
+    acceptance: Literal["typical", "exact"] = "typical"
+    repeats: PositiveInt = 1
     train_steps: NonNegativeInt = 0
+    data: Path | None = None
+    recipe: str = "ppd-small"
+    many: Annotated[int, Field(ge=2)] = 10
+    seeds: PositiveInt = 1
     seed: NonNegativeInt = 0
 
 
@@ -111,6 +137,7 @@ class MethodAnswer(BaseModel):
     prefill_s: float
     live: dict[int, LivePasses]
     draft_passes: int = 0
+    repeat: int = 0
 
     @property
     def total(self) -> LivePasses:
@@ -165,25 +192,26 @@ class Method:
 
 
 def sized_tree(table: AcceptanceTable, inputs: int, ensemble: int) -> DynamicTree:
-    """Return the dynamic tree with the most tokens per step among those of a size."""
+    """Return the tree with the most tokens per step among all of a size."""
     return size_curve(table, lambda _tokens: 1.0, ensemble=ensemble, max_inputs=inputs)[-1].tree
 
 
 def compared_trees(
     table: AcceptanceTable, inputs: int, ensemble: int, seed: int
 ) -> dict[str, DynamicTree]:
-    """Return a dynamic, a static and a random tree of at most so many inputs (figure 8a).
+    """Return trees of at most so many inputs (figure 8a): optimal, dynamic, static and random.
 
-    The random tree has as many candidates and prompt tokens as the dynamic tree of state M.
+    `dynamic` is the paper's construction, and the random tree has its numbers of candidates and
+    prompt tokens.
     """
-    dynamic = sized_tree(table, inputs, ensemble)
+    dynamic = dynamic_tree_of_size(table, inputs, ensemble)
     # Every node of a static tree has M prompt tokens.
     num_nodes = max(inputs // (1 + ensemble * table.num_distances), 1)
-    last = dynamic.trees[-1]
     return {
+        "optimal": sized_tree(table, inputs, ensemble),
         "dynamic": dynamic,
         "static": static_tree(table, num_nodes - 1),
-        "random": random_tree(table, last.num_candidates, last.num_prompts, seed),
+        "random": random_tree(table, *dynamic.division, seed),
     }
 
 
@@ -192,56 +220,74 @@ def build_methods(
     model: Any,
     text: ModelText,
     prompts: AcceptanceTable,
-    medusa: AcceptanceTable,
+    medusa: AcceptanceTable | None,
     times: Mapping[ProposerName, PassTimes],
     ensemble: int,
 ) -> list[Method]:
-    """Return the decoders: without speculation, with trees by hardware, and of fixed sizes."""
+    """Return the decoders: without speculation, with trees by hardware, and of fixed sizes.
+
+    Prompt lookup and Token Recycling have trees for an assumed acceptance.
+
+    Decoders with forks are left out for a model without control tokens, those with Medusa heads if
+    there is no table of `medusa`.
+    """
 
     def load(name: str, tree: TreeFamily | None = None) -> ThreadDecoder:
         return load_decoder(
             name,
             model,
             text.tokenizer,
-            prompt_tokens=settings.prompt_tokens if name in (PPD, PPD_APAR) else None,
-            medusa_heads=settings.medusa_heads if name == MEDUSA else None,
+            prompt_tokens=settings.prompt_tokens,
+            medusa_heads=settings.medusa_heads,
             trees=tree,
             device=str(model.device),
             dtype=model.dtype,
+            acceptance=EXACT if settings.acceptance == "exact" else None,
         )
 
+    forks = find_control_tokens(text.tokenizer.get_vocab()) is not None
     family = times["prompt_tokens"].family(prompts, ensemble=ensemble)
-    heads_family = times["medusa_heads"].family(medusa, ensemble=0)
-    first, heads_first = family.for_rows(1), heads_family.for_rows(1)
-    plain = load(PLAIN)
-    methods = [
-        Method(PLAIN, plain),
-        Method(PPD, load(PPD, family), first, ensemble, "hardware"),
-        Method(VANILLA, load(VANILLA)),
-        Method(PPD_APAR, load(PPD_APAR, family), first, ensemble, "hardware"),
-        Method(MEDUSA, load(MEDUSA, heads_family), heads_first, 0, "hardware"),
-    ]
+    first, plain = family.for_rows(1), load(PLAIN)
+    methods = [Method(PLAIN, plain), Method(PPD, load(PPD, family), first, ensemble, "hardware")]
+    if forks:
+        methods += [
+            Method(VANILLA, load(VANILLA)),
+            Method(PPD_APAR, load(PPD_APAR, family), first, ensemble, "hardware"),
+        ]
+    if medusa is not None:
+        heads_family = times["medusa_heads"].family(medusa, ensemble=0)
+        methods += [
+            Method(name, load(name, heads_family), heads_family.for_rows(1), 0, "hardware")
+            for name in (MEDUSA, MEDUSA_APAR)
+            if forks or name == MEDUSA
+        ]
+    for kind, table in WEIGHTLESS.items():
+        guesses = times["prompt_tokens"].family(table, ensemble=0)
+        methods += [
+            Method(name, load(name, guesses), guesses.for_rows(1), 0, "hardware")
+            for name in (kind, f"{kind}_apar")
+            if forks or name == kind
+        ]
     for size in settings.tree_sizes:
         trees = compared_trees(prompts, size, ensemble, settings.seed)
         for kind, tree in trees.items():
             name = f"{PPD}, {kind}, {size}"
             methods.append(Method(name, load(PPD, TreeFamily.of(tree)), tree, ensemble, kind))
-        dynamic = trees["dynamic"]
-        methods.append(
-            Method(
-                f"{PPD_APAR}, {size}", load(PPD_APAR, TreeFamily.of(dynamic)), dynamic, ensemble,
-                "dynamic",
-            )
-        )  # fmt: skip
-        heads = sized_tree(medusa, size, 0)
-        methods.append(
-            Method(f"{MEDUSA}, {size}", load(MEDUSA, TreeFamily.of(heads)), heads, 0, "dynamic")
-        )
+        if forks:
+            best = trees["optimal"]
+            decoder = load(PPD_APAR, TreeFamily.of(best))
+            methods.append(Method(f"{PPD_APAR}, {size}", decoder, best, ensemble, "optimal"))
+        if medusa is not None:
+            heads = sized_tree(medusa, size, 0)
+            name = MEDUSA_APAR if forks else MEDUSA
+            decoder = load(name, TreeFamily.of(heads))
+            methods.append(Method(f"{name}, {size}", decoder, heads, 0, "optimal"))
     return [*methods, *draft_methods(settings, plain, text)]
 
 
 def draft_methods(settings: PpdSettings, target: ThreadDecoder, text: ModelText) -> list[Method]:
     """Return the target with guesses of the draft model, without and with its prompt tokens.
+
 
     The draft's prompt tokens have the tree of the middle one of the compared sizes: a pass of a
     small model takes little longer with more inputs.
@@ -277,22 +323,22 @@ class MethodStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._answers = {
-            (line.question_id, line.method): line
+            (line.question_id, line.method, line.repeat): line
             for line in read_finished_lines(path, MethodAnswer)
         }
 
-    def has(self, question_id: str, method: str) -> bool:
+    def has(self, question_id: str, method: str, repeat: int) -> bool:
         """Return whether the answer is stored."""
-        return (question_id, method) in self._answers
+        return (question_id, method, repeat) in self._answers
 
     def add(self, answer: MethodAnswer) -> None:
         """Store an answer."""
         append_line(self._path, answer)
-        self._answers[answer.question_id, answer.method] = answer
+        self._answers[answer.question_id, answer.method, answer.repeat] = answer
 
     def of_method(self, method: str) -> list[MethodAnswer]:
-        """Return a method's answers."""
-        return [answer for (_, name), answer in self._answers.items() if name == method]
+        """Return a method's answers, of all repeats."""
+        return [answer for (_, name, _), answer in self._answers.items() if name == method]
 
 
 def measure_methods(
@@ -302,29 +348,47 @@ def measure_methods(
     limits: DecodeLimits,
     store: MethodStore,
     show: Callable[[], None],
+    repeats: int = 1,
+    choice: TokenChoice | None = None,
 ) -> None:
-    """Let all methods answer the first turn of each question, in turn."""
-    warmed = False
-    for number, question in enumerate(questions):
+    """Let all methods answer the first turn of each question, in turn, and all of it again.
+
+    `choice` is greedy by default.
+    """
+    warmed, last_repeat = False, -1
+    asked = [(repeat, question) for repeat in range(repeats) for question in questions]
+    for number, (repeat, question) in enumerate(asked):
         if question.raw_prompt:
             prompt_ids = text.encode_prompt(question.turns[0])
         else:
             prompt_ids = text.encode_chat(question.messages(0, ()))
         in_turn = methods if number % 2 == 0 else methods[::-1]
-        wanted = [each for each in in_turn if not store.has(question.question_id, each.name)]
+        wanted = [
+            each for each in in_turn if not store.has(question.question_id, each.name, repeat)
+        ]
         if wanted and not warmed:
             for each in methods:
                 decode_answer(each.decoder, prompt_ids, limits=DecodeLimits(max_tokens=8))
             warmed = True
+        if repeat != last_repeat:
+            # What Token Recycling has learned from these questions would make the repeat faster.
+            last_repeat = repeat
+            for each in methods:
+                _forget(each.decoder)
         for each in wanted:
             before = _draft_passes(each.decoder)
-            answer = decode_answer(each.decoder, prompt_ids, limits=limits)
+            answer = decode_answer(each.decoder, prompt_ids, choice, limits)
             measured = method_answer(
                 question.question_id, each.name, answer, text.decode(answer.text_ids)
             )
             num_draft = _draft_passes(each.decoder) - before
-            store.add(measured.model_copy(update={"draft_passes": num_draft}))
+            store.add(measured.model_copy(update={"draft_passes": num_draft, "repeat": repeat}))
         show()
+
+
+def _forget(decoder: AnswerDecoder) -> None:
+    if isinstance(decoder, ThreadDecoder) and decoder.decoding.proposer is not None:
+        decoder.decoding.proposer.forget()
 
 
 def _draft_passes(decoder: AnswerDecoder) -> int:
@@ -334,7 +398,11 @@ def _draft_passes(decoder: AnswerDecoder) -> int:
 def length_interval(
     answers: Sequence[MethodAnswer], seed: int = 0, draws: int = 1000
 ) -> tuple[float, float, float]:
-    """Return the tokens of a thread in a pass over all answers, with a 95% bootstrap interval."""
+    """Return the tokens of a thread in a pass over all answers, with a 95% bootstrap interval.
+
+    Repeats have the same passes, so the first one counts.
+    """
+    answers = [answer for answer in answers if answer.repeat == 0]
 
     def ratio(chosen: Sequence[MethodAnswer]) -> float:
         passes = sum(answer.thread_passes for answer in chosen)
@@ -352,93 +420,183 @@ _VARIANT_PROMPTS = 30
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Variant of the recipe `apar-tiny-prompts`: where the paper has it, and what differs.
+    """Variant of a recipe for prompt tokens: the paper's tables that have it, and what differs.
 
-    `steps_share` and `batch_share` are relative to the other variants. `paper` has the paper's
-    accuracies @1 top-1, @1 top-5, @2 top-1 and @2 top-5 (Vicuna-7B on Alpaca), None where it has
-    none.
+    `paper` has the paper's accuracies @1 top-1, @1 top-5, @2 top-1 and @2 top-5 (Vicuna-7B, the
+    first 20 tokens of answers to Alpaca's questions), None where it has none. `steps_share` is
+    relative to the paper's 12 epochs of batches of 4.
     """
 
     place: str
     change: Mapping[str, Any]
     paper: tuple[float, float, float, float] | None = None
     steps_share: float = 1.0
-    batch_share: float = 1.0
 
 
-_TWO = {"ensemble": 2}
-VARIANTS: Mapping[str, Variant] = {
-    "1 EPT": Variant("tables 2, 3, 8", {}, (0.485, 0.779, 0.261, 0.586)),
-    "2 EPTs": Variant("tables 2, 6, 7", _TWO, (0.506, 0.794, 0.276, 0.602)),
-    "4 EPTs": Variant("table 2", {"ensemble": 4}),
-    "1 EPT, no distillation": Variant("table 3", {"loss": "labels"}, (0.472, 0.771, 0.248, 0.576)),
-    "1 EPT, a sixth of the steps": Variant(
-        "table 3", {}, (0.474, 0.773, 0.247, 0.574), steps_share=1 / 6
-    ),
-    "1 EPT, batch of 1": Variant("table 3", {}, (0.484, 0.775, 0.259, 0.581), batch_share=1 / 4),
-    "1 EPT, reverse KL": Variant("equation 1", {"loss": "reverse_kl"}),
-    "2 EPTs, decoder mask": Variant(
-        "table 6", {**_TWO, "mask": "decoder"}, (0.465, 0.755, 0.262, 0.572)
-    ),
-    "2 EPTs, encoder mask": Variant(
-        "table 6", {**_TWO, "mask": "encoder"}, (0.473, 0.765, 0.256, 0.573)
-    ),
-    "2 EPTs, learned weights": Variant(
-        "table 7", {**_TWO, "average": "learned"}, (0.503, 0.779, 0.250, 0.576)
-    ),
-    "2 EPTs, probabilities averaged": Variant("section 3.2", {**_TWO, "average": "probabilities"}),
-    "1 EPT, 2 exits": Variant("table 8", {"exits": 2}, (0.420, 0.723, 0.213, 0.518)),
-    "1 EPT, 3 exits": Variant("table 8", {"exits": 3}, (0.422, 0.723, 0.214, 0.517)),
+def variants(many: int) -> dict[str, Variant]:
+    """Return the variants by name; `many` EPTs stand for the paper's 100.
+
+    Tables 2, 6 and 7 are of training without distillation, as their values in table 3 show.
+    """
+    labels, several = {"loss": "labels"}, {"ensemble": many}
+    half, sixth, twelfth = 1 / 2, 1 / 6, 1 / 12
+    # As many epochs as with batches of 4.
+    one = {"batch_size": 1, "micro_batch_size": 1}
+    without = {
+        number: Variant("table 2", {**labels, "ensemble": number}, _PAPER_EPTS[number])
+        for number in (2, 5, 10)
+        if number < many
+    }
+    name = f"{many} EPTs"
+    return {
+        "1 EPT, labels": Variant("tables 2, 3", labels, _PAPER_EPTS[1]),
+        **{f"{number} EPTs, labels": variant for number, variant in without.items()},
+        f"{name}, labels": Variant(
+            "tables 2, 3, 6, 7", {**labels, **several}, (0.506, 0.794, 0.276, 0.602)
+        ),
+        "1 EPT, 1/6 of the steps": Variant(
+            "table 3", {}, (0.474, 0.773, 0.247, 0.574), steps_share=sixth
+        ),
+        "1 EPT, 1/2 of the steps": Variant(
+            "table 3", {}, (0.480, 0.773, 0.250, 0.580), steps_share=half
+        ),
+        "1 EPT": Variant("tables 3, 4, 5, 8", {}, (0.485, 0.779, 0.261, 0.586)),
+        "1 EPT, batch of 1": Variant("table 3", one, (0.484, 0.775, 0.259, 0.581), steps_share=4),
+        f"{name}, 1/12 of the steps": Variant(
+            "table 3", several, (0.504, 0.793, 0.273, 0.598), steps_share=twelfth
+        ),
+        f"{name}, 1/2 of the steps": Variant(
+            "table 3", several, (0.520, 0.802, 0.302, 0.620), steps_share=half
+        ),
+        name: Variant("table 3", several, (0.525, 0.805, 0.308, 0.625)),
+        f"{name}, batch of 1": Variant(
+            "table 3", {**several, **one}, (0.530, 0.809, 0.309, 0.626), steps_share=4
+        ),
+        "1 EPT, prefix": Variant("table 4", {"prefix": True}, (0.412, 0.738, 0.204, 0.541)),
+        "1 EPT, head in one stage": Variant(
+            "table 5", {"head": "one stage"}, (0.385, 0.614, 0.229, 0.482)
+        ),
+        "1 EPT, head in two stages": Variant(
+            "table 5", {"head": "two stages"}, (0.506, 0.795, 0.276, 0.602)
+        ),
+        f"{name}, labels, decoder mask": Variant(
+            "table 6", {**labels, **several, "mask": "decoder"}, (0.465, 0.755, 0.262, 0.572)
+        ),
+        f"{name}, labels, encoder mask": Variant(
+            "table 6", {**labels, **several, "mask": "encoder"}, (0.473, 0.765, 0.256, 0.573)
+        ),
+        f"{name}, labels, learned weights": Variant(
+            "table 7", {**labels, **several, "average": "learned"}, (0.503, 0.779, 0.250, 0.576)
+        ),
+        "1 EPT, 2 exits": Variant("table 8", {"exits": 2}, (0.420, 0.723, 0.213, 0.518)),
+        "1 EPT, 3 exits": Variant("table 8", {"exits": 3}, (0.422, 0.723, 0.214, 0.517)),
+        "1 EPT, reverse KL": Variant("equation 1", {"loss": "reverse_kl"}),
+        f"{name}, probabilities averaged": Variant(
+            "section 3.2", {**several, "average": "probabilities"}
+        ),
+    }
+
+
+# Table 2, by the number of EPTs.
+_PAPER_EPTS = {
+    1: (0.472, 0.771, 0.248, 0.576),
+    2: (0.486, 0.777, 0.259, 0.583),
+    5: (0.499, 0.787, 0.265, 0.596),
+    10: (0.494, 0.786, 0.273, 0.600),
 }
-"""Variants by name. The paper has 100 EPTs where these have 2, 12 epochs for all steps, and 2 for a
-sixth. Tables 4 and 5, a prefix and a decoding head of their own, train more than embeddings."""
+
+LOSSES_FILE = "losses.json"
 
 
-def variant_recipe(variant: Variant, num_steps: int) -> PromptRecipe:
-    """Return the recipe of a variant if the others train `num_steps`."""
-    recipe = PROMPT_TOKENS.tiny_recipe().recipe
-    batch = max(round(recipe.batch_size * variant.batch_share), 1)
+def variant_recipe(
+    variant: Variant, base: PromptRecipe, num_steps: int, seed: int = 0
+) -> PromptRecipe:
+    """Return the recipe of a variant if the others train `num_steps`; it differs from `base`."""
     changes = {
         "ensemble": 1,
         **variant.change,
         "num_steps": max(round(num_steps * variant.steps_share), 1),
-        "batch_size": batch,
-        "micro_batch_size": min(recipe.micro_batch_size, batch),
+        "seed": seed,
+        "log_every_steps": 1,
     }
-    return PromptRecipe.model_validate({**recipe.model_dump(), **changes})
+    return PromptRecipe.model_validate({**base.model_dump(), **changes})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedVariant:
+    """Acceptance table and loss of each step of a variant that was trained with one seed."""
+
+    table: AcceptanceTable
+    losses: tuple[float, ...]
 
 
 def train_variants(
-    checkpoint: Path, folder: Path, num_steps: int, show: Callable[[], None]
-) -> dict[str, AcceptanceTable]:
-    """Train the variants of the embedded model's prompt tokens; return their acceptance tables.
+    settings: PpdSettings, model_name: str, folder: Path, show: Callable[[], None]
+) -> dict[str, list[TrainedVariant]]:
+    """Train each variant with `settings.seeds` seeds; return what came out, by name.
 
-    Each table is stored beside its weights, and a stored variant is not trained again. `show` is
-    called after each variant.
+    Models other than apar-tiny train on `settings.data`. Each table and its losses are stored
+    beside the weights, and a stored variant is not trained again. `show` is called after each.
     """
-    measured_on: list[PackedTree] = []
+    rows_of: dict[str, list[PackedTree]] = {}
 
     def measure(
-        model: Any, tokenizer: Any, prompts: Any, chosen: Sequence[Sequence[int]], out: Path
+        model: Any,
+        tokenizer: Any,
+        prompts: Any,
+        chosen: Sequence[Sequence[int]],
+        out: Path,
+        max_tokens: int,
     ) -> AcceptanceTable:
-        if not measured_on:
-            measured_on.extend(own_answers(model, tokenizer, chosen))
+        # Variants with the same seed are measured on the same answers.
+        rows = rows_of.get(repr(chosen))
+        if rows is None:
+            rows = rows_of[repr(chosen)] = own_answers(model, tokenizer, chosen, max_tokens)
         model.set_attn_implementation(SDPA)
-        table = measured_table(model, tokenizer, prompts, measured_on, len(chosen))
+        table = measured_table(model, tokenizer, prompts, rows, len(chosen))
         table.write(out)
         return table
 
-    tables = {}
-    for name, variant in VARIANTS.items():
-        out = folder / re.sub(r"[^a-z0-9]+", "-", name.lower())
-        if not (out / ACCEPTANCE_FILE).is_file():
-            settings = PROMPT_TOKENS.tiny_recipe().model_copy(
-                update={
-                    "recipe": variant_recipe(variant, num_steps),
-                    "num_held_out": _VARIANT_PROMPTS,
-                }
+    def train(recipe: PromptRecipe, out: Path, on_step: OnStep) -> None:
+        if settings.data is not None:
+            with TemporaryDirectory() as run:
+                train_beside(
+                    PROMPT_TOKENS, model_name, settings.data, Path(run), recipe, measure=measure,
+                    on_step=on_step,
+                )  # fmt: skip
+                for name in VARIANT_FILES:
+                    shutil.copy(Path(run) / name, out)
+            return
+        tiny = PROMPT_TOKENS.tiny_recipe().model_copy(
+            update={"recipe": recipe, "num_held_out": _VARIANT_PROMPTS}
+        )
+        train_tiny_beside(
+            PROMPT_TOKENS, checkpoint_path(), out, tiny, measure=measure, on_step=on_step
+        )
+
+    base = PROMPT_TOKENS.tiny_recipe().recipe
+    if settings.data is not None:
+        base = load_recipe(settings.recipe, PromptRecipe)
+        if not base.validation_share:
+            raise EvaluationError(
+                f"--recipe {settings.recipe} has validation_share 0: variants are measured on "
+                "validation prompts"
             )
-            train_tiny_beside(PROMPT_TOKENS, checkpoint, out, settings, measure=measure)
-        tables[name] = read_table(out)
-        show()
-    return tables
+    found: dict[str, list[TrainedVariant]] = {}
+    for name, variant in variants(settings.many).items():
+        for seed in range(settings.seeds):
+            out = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{seed}"
+            if not (out / LOSSES_FILE).is_file():
+                out.mkdir(parents=True, exist_ok=True)
+                losses: list[float] = []
+                recipe = variant_recipe(variant, base, settings.train_steps, seed)
+                train(recipe, out, lambda step, losses=losses: losses.append(step.loss))  # type: ignore[misc]
+                replace_file(out / LOSSES_FILE, json.dumps(losses) + "\n")
+            stored = json.loads((out / LOSSES_FILE).read_text(encoding="utf-8"))
+            found.setdefault(name, []).append(TrainedVariant(read_table(out), tuple(stored)))
+            show()
+    return found
+
+
+VARIANT_FILES = ("config.json", "model.safetensors", ACCEPTANCE_FILE)
+"""What is kept of a variant's training, beside the losses."""

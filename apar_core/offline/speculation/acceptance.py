@@ -18,6 +18,9 @@ from apar_core.errors import CheckpointError, validation_summary
 
 ACCEPTANCE_FILE = "acceptance.json"
 
+STARTING_PLACES = 20
+"""Places of an answer that count for the paper's accuracies ("20 steps", tables 2 to 8)."""
+
 # Ten ratios of counts may add up to a little more than 1.
 _ROUNDING = 1e-6
 
@@ -29,7 +32,8 @@ class AcceptanceTable(BaseModel):
     It is the probability that this token is the candidate of rank k; rank 0 is the likeliest. Only
     steps count in which all tokens before it were among their candidates: `observations[d]` of
     them. `accuracy[d][k]` is the share of all places where the token is among the first k + 1
-    candidates, whatever the tokens before. Both are None if unknown.
+    candidates, whatever the tokens before; `accuracy_at_start` counts only the first
+    `STARTING_PLACES` of a thread. All three are None if unknown.
     `source` says which weights and prompts were measured. Construction raises pydantic's
     ValidationError.
     """
@@ -39,6 +43,7 @@ class AcceptanceTable(BaseModel):
     probabilities: tuple[tuple[float, ...], ...] = Field(min_length=1)
     observations: tuple[int, ...] | None = None
     accuracy: tuple[tuple[float, ...], ...] | None = None
+    accuracy_at_start: tuple[tuple[float, ...], ...] | None = None
     source: str = ""
 
     @field_validator("probabilities")

@@ -174,6 +174,10 @@ class TreeStack:
         self._depths = self._padded(width, device, 0, [tree.depths for tree in self.trees])
         embeddings = [tree.embeddings for tree in self.trees]
         self._embeddings = self._padded(width, device, 0, embeddings)
+        parents = [tree.parents[: 1 + tree.num_candidates] for tree in self.trees]
+        self._parents = self._padded(width, device, 0, parents)
+        ranks = [tree.ranks[: 1 + tree.num_candidates] for tree in self.trees]
+        self._ranks = self._padded(width, device, 0, ranks)
         sources = [self._sources_of(tree) for tree in self.trees]
         self._sources = self._padded(width, device, _CHILD, sources)
 
@@ -210,10 +214,35 @@ class TreeStack:
         `proposals_RMK` has the candidates by distance and rank. Prompt and padding nodes get the
         child token, which is never chosen.
         """
+        sources_RQ = self._sources[trees_R, :num_nodes]
         columns = [pending_R1, torch.full_like(pending_R1, child_id)]
-        if proposals_RMK is not None:
+        if proposals_RMK is None:
+            sources_RQ = sources_RQ.clamp(max=_CHILD)
+        else:
             columns.append(proposals_RMK.flatten(1))
-        return torch.cat(columns, 1).gather(1, self._sources[trees_R, :num_nodes])
+        return torch.cat(columns, 1).gather(1, sources_RQ)
+
+    def tokens_after(
+        self,
+        trees_R: Tensor,
+        num_nodes: int,
+        pending_R1: Tensor,
+        child_id: int,
+        after_VK: Tensor,
+    ) -> Tensor:
+        """Return the token [R, num_nodes] of each node if candidates depend on their parent's.
+
+        `after_VK` has the candidates after each token of the vocabulary. Other nodes get the child
+        token, which is never chosen.
+        """
+        tokens_RQ = self.tokens(trees_R, num_nodes, pending_R1, child_id, None)
+        candidates_RQ = self._sources[trees_R, :num_nodes] >= _NUM_FIXED
+        parents_RQ = self._parents[trees_R, :num_nodes]
+        ranks_RQ = self._ranks[trees_R, :num_nodes]
+        for _ in range(max(tree.depth for tree in self.trees)):
+            before_RQ = tokens_RQ.gather(1, parents_RQ)
+            tokens_RQ = torch.where(candidates_RQ, after_VK[before_RQ, ranks_RQ], tokens_RQ)
+        return tokens_RQ
 
     def _sources_of(self, tree: CandidateTree) -> list[int]:
         candidates = range(1, 1 + tree.num_candidates)

@@ -21,7 +21,11 @@ from apar_core.errors import TrainingError
 from apar_core.offline.data.tiny_corpus.generator import BROAD_WEIGHTS, Corpus
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.measure_acceptance import prompts_of
-from apar_core.offline.training.example_encoder import EncodingCounts, ExampleEncoder
+from apar_core.offline.training.example_encoder import (
+    EncodingCounts,
+    PlainEncoder,
+    encoder_for,
+)
 from apar_core.offline.training.fine_tune import (
     Padding,
     last_checkpoint,
@@ -41,6 +45,7 @@ from apar_core.offline.training.pretrained import (
 )
 from apar_core.offline.training.recipe import FrozenModelRecipe, load_recipe
 from apar_core.offline.training.train_tiny import CorpusTrees
+from apar_core.offline.training.tree_dataset import TreeGroups
 from apar_core.offline.training.tree_trainer import (
     Batch,
     OnStep,
@@ -53,9 +58,12 @@ ModuleT = TypeVar("ModuleT", bound=Module)
 RecipeT = TypeVar("RecipeT", bound=FrozenModelRecipe)
 
 Measure = Callable[
-    [PreTrainedModel, PreTrainedTokenizerBase, Any, Sequence[Sequence[int]], Path], AcceptanceTable
+    [PreTrainedModel, PreTrainedTokenizerBase, Any, Sequence[Sequence[int]], Path, int],
+    AcceptanceTable,
 ]
-"""Measures the acceptance of a trained module on prompts, and writes the table to a folder."""
+"""Measures the acceptance of a trained module on prompts, and writes the table to a folder.
+
+The last argument limits the text tokens of each answer."""
 
 
 class FrozenTrainer(TreeTrainer):
@@ -130,10 +138,15 @@ def train_beside(
         raise TrainingError(f"{trained.name} cannot be sharded: train without FSDP")
     arguments = training_arguments(recipe, out, tensorboard=True, save=True)
     model = load_model(model_name, recipe_dtype(recipe), arguments.device)
-    encoder = ExampleEncoder(tokenizer, recipe.context_length)
-    training, validation = read_groups(data, encoder).split(recipe.validation_share, recipe.seed)
+    encoder = encoder_for(tokenizer, recipe.context_length)
+    groups, drawn = read_groups(data, encoder), recipe
+    if isinstance(encoder, PlainEncoder):
+        # All answers are one thread, so there is nothing to balance.
+        groups = TreeGroups((), groups.all_rows)
+        drawn = recipe.model_copy(update={"structured_share": 0.0})
+    training, validation = groups.split(recipe.validation_share, recipe.seed)
     collator = TreeCollator.for_model(model, pad_token_id(tokenizer))
-    plan = plan_rows(training, validation, recipe, arguments.world_size, collator.multiple)
+    plan = plan_rows(training, validation, drawn, arguments.world_size, collator.multiple)
     module = trained.build(model, recipe)
     trainer = trained.trainer(
         module,
@@ -153,7 +166,7 @@ def train_beside(
         trained.save(module, out)
         if validation.all_rows:
             chosen = prompts_of(validation.all_rows, recipe.num_measured, recipe.seed)
-            table = measure(model, tokenizer, module, chosen, out)
+            table = measure(model, tokenizer, module, chosen, out, recipe.measured_tokens)
     return FrozenResult(encoder.counts, plan.padding, loss, table)
 
 
@@ -170,7 +183,7 @@ def train_tiny_beside(
     recipe = settings.recipe
     tokenizer = load_tokenizer(str(checkpoint))
     model = load_model(str(checkpoint), torch.float32, torch.device("cpu"))
-    encoder = ExampleEncoder(tokenizer, recipe.context_length)
+    encoder = encoder_for(tokenizer, recipe.context_length)
     module = trained.build(model, recipe)
     with TemporaryDirectory() as folder:
         arguments = training_arguments(
@@ -193,4 +206,4 @@ def train_tiny_beside(
     examples = Corpus(recipe.seed, held_out=True).examples(settings.num_held_out)
     held_out = encoder.encode_all(examples)
     chosen = prompts_of(held_out, len(held_out), recipe.seed)
-    return measure(model, tokenizer, module, chosen, out)
+    return measure(model, tokenizer, module, chosen, out, recipe.measured_tokens)

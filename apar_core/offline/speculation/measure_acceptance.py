@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from apar_core.errors import TrainingError
-from apar_core.offline.speculation.acceptance import AcceptanceTable
+from apar_core.offline.speculation.acceptance import STARTING_PLACES, AcceptanceTable
 from apar_core.offline.speculation.medusa_heads import MedusaHeads
 from apar_core.offline.speculation.prompt_forward import (
     Insertions,
@@ -112,7 +112,8 @@ def _logits(model: PreTrainedModel, proposer: Proposer, batch: Batch, places: In
         return prompt_predictions(model, proposer, proposer(), batch, places)[0]
     hidden_BTD = hidden_states(model, tree_batch(batch))
     rows_B1 = torch.arange(len(hidden_BTD), device=model.device)[:, None]
-    logits_MBNV: Tensor = proposer(hidden_BTD[rows_B1, places.after_BN])
+    output_layer = model.get_output_embeddings()
+    logits_MBNV: Tensor = proposer(hidden_BTD[rows_B1, places.after_BN], output_layer)
     return logits_MBNV.movedim(0, 2)[places.learned_BNM]
 
 
@@ -149,7 +150,13 @@ def acceptance_table(ranks: Sequence[Tensor], num_ranks: int, source: str = "") 
         hits.append(torch.bincount(rank_N[counted_N], minlength=num_ranks + 1)[:num_ranks].tolist())
         counted_N = counted_N & (rank_N < num_ranks)
     table = AcceptanceTable.from_counts(hits, observations, source)
-    return table.model_copy(update={"accuracy": accuracy(ranks, num_ranks)})
+    starts = [rank_NM[:STARTING_PLACES] for rank_NM in ranks]
+    return table.model_copy(
+        update={
+            "accuracy": accuracy(ranks, num_ranks),
+            "accuracy_at_start": accuracy(starts, num_ranks),
+        }
+    )
 
 
 def accuracy(ranks: Sequence[Tensor], num_ranks: int) -> tuple[tuple[float, ...], ...]:

@@ -1,7 +1,9 @@
 """Medusa heads and their checkpoint format, which vLLM's medusa method loads.
 
 Head i (from 0) reads the hidden state that predicts the next token and proposes the token i + 2
-places ahead. Source: Medusa (arXiv 2401.10774). Dimensions: H heads, D hidden size, V vocabulary.
+places ahead. A head has a vocabulary matrix of its own, or uses the model's output layer, which
+makes it smaller by far. Source: Medusa (arXiv 2401.10774), section 2.1.
+Dimensions: H heads, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from apar_core.file_modes import share_weights
 from apar_core.formats.config_file import CONFIG_FILE, read_settings
 
 WEIGHTS_FILE = "model.safetensors"
+MODEL_TYPE = "medusa"
+# A type of its own, because vLLM would fill a missing vocabulary matrix with random values.
+_SHARED_MODEL_TYPE = "medusa_original_lm_head"
 
 
 class MedusaHeadSettings(BaseModel):
@@ -34,6 +39,9 @@ class MedusaHeadSettings(BaseModel):
     medusa_num_heads: PositiveInt = 2
     medusa_num_layers: PositiveInt = 2
     medusa_fc_bias: bool = Field(False, description="Whether the residual layers have a bias.")
+    original_lm_head: bool = Field(
+        False, description="Whether the heads use the model's output layer."
+    )
 
 
 class ResidualBlock(nn.Module):
@@ -63,12 +71,20 @@ class MedusaHeads(nn.Module):
         heads = range(settings.medusa_num_heads)
         self.blocks = nn.ModuleList(ResidualBlock(settings) for _ in heads)
         self.lm_heads = nn.ModuleList(
-            nn.Linear(settings.hidden_size, settings.vocab_size, bias=False) for _ in heads
+            nn.Linear(settings.hidden_size, settings.vocab_size, bias=False)
+            for _ in (() if settings.original_lm_head else heads)
         )
 
     @classmethod
-    def like_lm_head(cls, lm_head_VD: Tensor, *, num_heads: int = 2, num_layers: int = 2) -> Self:
-        """Initialize heads as copies of the model's output layer, with residual layers of zero.
+    def like_lm_head(
+        cls,
+        lm_head_VD: Tensor,
+        *,
+        num_heads: int = 2,
+        num_layers: int = 2,
+        original_lm_head: bool = False,
+    ) -> Self:
+        """Initialize heads that predict as the model's output layer: residual layers of zero.
 
         They have the dtype and device of `lm_head_VD`.
         """
@@ -78,6 +94,7 @@ class MedusaHeads(nn.Module):
             vocab_size=vocab_size,
             medusa_num_heads=num_heads,
             medusa_num_layers=num_layers,
+            original_lm_head=original_lm_head,
         )
         heads = cls(settings).to(device=lm_head_VD.device, dtype=lm_head_VD.dtype)
         with torch.no_grad():
@@ -87,12 +104,16 @@ class MedusaHeads(nn.Module):
                 parameter.copy_(lm_head_VD)
         return heads
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the heads' logits [H, ..., V] for hidden states [..., D]."""
+    def forward(self, hidden: Tensor, output_layer: Any = None) -> Tensor:
+        """Return the heads' logits [H, ..., V] for hidden states [..., D].
+
+        `output_layer` is the model's, which heads without a vocabulary matrix need.
+        """
+        matrices = self.lm_heads or [output_layer] * len(self.blocks)
         return torch.stack(
             [
-                lm_head(block(hidden))
-                for block, lm_head in zip(self.blocks, self.lm_heads, strict=True)
+                matrix(block(hidden).to(matrix.weight.dtype))
+                for block, matrix in zip(self.blocks, matrices, strict=True)
             ]
         )
 
@@ -103,7 +124,7 @@ def save_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in _weights(heads).items()}
     config = {
-        "model_type": "medusa",
+        "model_type": _SHARED_MODEL_TYPE if heads.settings.original_lm_head else MODEL_TYPE,
         "architectures": ["MedusaModel"],
         **heads.settings.model_dump(),
         "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
@@ -120,7 +141,11 @@ def load_medusa_heads(folder: str | Path) -> MedusaHeads:
     """
     folder = Path(folder)
     settings = read_settings(
-        folder / CONFIG_FILE, "Medusa heads", "medusa", MedusaHeadSettings, _vllm_settings
+        folder / CONFIG_FILE,
+        "Medusa heads",
+        (MODEL_TYPE, _SHARED_MODEL_TYPE),
+        MedusaHeadSettings,
+        _vllm_settings,
     )
     weights = _read_weights(folder)
     heads = MedusaHeads(settings)
@@ -153,10 +178,6 @@ def _vllm_settings(config: dict[str, Any], path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: truncated_vocab_size {truncated} is not supported: heads must propose from "
             f"the whole vocabulary ({config.get('vocab_size')})"
-        )
-    if config.get("original_lm_head"):
-        raise CheckpointError(
-            f"{path}: original_lm_head is not supported: each head needs its own vocabulary matrix"
         )
     return _renamed_keys(config)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedModel
 
 from apar_core.offline.speculation.prompt_tokens import PromptTokens
@@ -119,6 +120,8 @@ def prompt_predictions(
     are those of `prompts`, as its forward pass returns them.
     """
     cache, teacher_KV = _teacher_pass(model, batch, places)
+    if prompts.prefix is not None:
+        _add_prefix(cache, prompts.prefix.to(model.dtype), len(places.after_BN))
     settings = prompts.settings
     num_prompts, ensemble, size = embeddings_MED.shape
     num_rows, num_points = places.after_BN.shape
@@ -134,29 +137,52 @@ def prompt_predictions(
     learned_BNM = places.learned_BNM
     distance_K = learned_BNM.nonzero()[:, 2]
 
-    def select(hidden_BPD: Tensor) -> Tensor:
-        hidden_KED = hidden_BPD.reshape(*learned_BNM.shape, ensemble, size)[learned_BNM]
-        return prompts.merged(hidden_KED, distance_K)
+    several_exits, read = settings.exits > 1, list[Tensor]()
 
-    several_exits = settings.exits > 1
-    with before_output_layer(model, (lambda hidden: hidden[:, :0]) if several_exits else select):
+    def keep(hidden_BPD: Tensor) -> Tensor:
+        read.append(hidden_BPD)
+        return hidden_BPD[:, :0]
+
+    with before_output_layer(model, keep):
         output = model(
             inputs_embeds=inputs_BPD,
             position_ids=batch["positions_BT"].gather(1, after_BP) + 1 + depth_P,
             attention_mask=prompt_mask(
-                model, batch, after_BP, num_prompts, ensemble, settings.mask
+                model,
+                batch,
+                after_BP,
+                num_prompts,
+                ensemble,
+                settings.mask,
+                prefix=prompts.prefix is not None,
             ),
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=several_exits,
         )
-    if not several_exits:
-        return prompts.combined(output.logits), teacher_KV
-    # As in the authors' code: the last state has passed the final norm, the others have not.
-    hidden_BPD = torch.stack(output.hidden_states[-settings.exits :]).mean(0)
-    output_layer = model.get_output_embeddings()
-    assert isinstance(output_layer, Module)
-    return prompts.combined(output_layer(select(hidden_BPD))), teacher_KV
+    hidden_BPD = read[0]
+    if several_exits:
+        # As in the authors' code: the last state has passed the final norm, the others have not.
+        hidden_BPD = torch.stack(output.hidden_states[-settings.exits :]).mean(0)
+    hidden_KED = hidden_BPD.reshape(*learned_BNM.shape, ensemble, size)[learned_BNM]
+    merged_KED = prompts.merged(hidden_KED, distance_K)
+    if prompts.head is not None:
+        logits_KEV = linear(merged_KED.to(prompts.head.dtype), prompts.head)
+    else:
+        output_layer = model.get_output_embeddings()
+        assert isinstance(output_layer, Module)
+        logits_KEV = output_layer(merged_KED)
+    return prompts.combined(logits_KEV), teacher_KV
+
+
+def _add_prefix(cache: DynamicCache, prefix: Tensor, num_rows: int) -> None:
+    """Append the keys and values of a prefix [L, 2, M, H, D] to each row of a cache."""
+    for layer, (key_MHD, value_MHD) in enumerate(prefix):
+        cache.update(
+            key_MHD.transpose(0, 1).expand(num_rows, -1, -1, -1),
+            value_MHD.transpose(0, 1).expand(num_rows, -1, -1, -1),
+            layer,
+        )
 
 
 @torch.no_grad()
@@ -188,29 +214,36 @@ def prompt_mask(
     num_prompts: int,
     ensemble: int,
     mask: str = "ensemble",
+    *,
+    prefix: bool = False,
 ) -> Tensor | BlockMask:
     """Return the mask [B, 1, P, T + P]: each query reads its path, itself and its own chain.
+
+    With a `prefix` there are M keys more after the first T, one for each prompt token.
 
     What it reads of its chain depends on `mask`:
 
     - `ensemble`: the same member of the prompt tokens before its own.
-    - `decoder`: all members of the prompt tokens before its own.
-    - `encoder`: these, and all members of its own prompt token.
+    - `decoder`: all embeddings before its own, also those of the same prompt token.
+    - `encoder`: all members of its own prompt token and of those before.
 
-    Source: PPD, appendix B.5. The authors' code differs: decoder reads all embeddings before,
-    encoder only those of its own prompt token.
+    Source: PPD, appendix B.5. In the authors' code, encoder reads its own prompt token only.
     """
     trees = tree_batch(batch)
     (num_rows, num_queries), num_tokens = after_BP.shape, trees.token_ids_BT.shape[1]
     chain = num_prompts * ensemble
     reads_tree = mask_function(trees)
+    num_before = num_tokens + (num_prompts if prefix else 0)
+
+    def reads_prefix(query: Tensor, key: Tensor) -> Tensor:
+        return query % chain // ensemble == key
 
     def reads_prompt(query: Tensor, key: Tensor) -> Tensor:
         same_chain = query // chain == key // chain
         if mask == "ensemble":
             return same_chain & (query % ensemble == key % ensemble) & (key <= query)
         if mask == "decoder":
-            return same_chain & ((key // ensemble < query // ensemble) | (key == query))
+            return same_chain & (key <= query)
         return same_chain & (key // ensemble <= query // ensemble)
 
     if model.config._attn_implementation == FLEX:
@@ -218,20 +251,26 @@ def prompt_mask(
         def reads(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             token = key.clamp(max=num_tokens - 1)
             on_path = reads_tree(row, head, after_BP[row, query], token)
-            return torch.where(key < num_tokens, on_path, reads_prompt(query, key - num_tokens))
+            other = reads_prompt(query, key - num_before)
+            if prefix:
+                own = reads_prefix(query, key - num_tokens)
+                other = torch.where(key < num_before, own, other)
+            return torch.where(key < num_tokens, on_path, other)
 
         return create_block_mask(
             reads,
             B=num_rows,
             H=None,
             Q_LEN=num_queries,
-            KV_LEN=num_tokens + num_queries,
+            KV_LEN=num_before + num_queries,
             device=after_BP.device,
         )
     tree_BTT = attention_mask(model, trees)
     assert isinstance(tree_BTT, Tensor)
     rows_B1 = torch.arange(num_rows, device=after_BP.device)[:, None]
     query_P = torch.arange(num_queries, device=after_BP.device)
-    prompt_PP = reads_prompt(query_P[:, None], query_P[None])
-    prompt_BPP = prompt_PP.expand(num_rows, -1, -1)
-    return torch.cat((tree_BTT[:, 0][rows_B1, after_BP], prompt_BPP), -1)[:, None]
+    parts = [reads_prompt(query_P[:, None], query_P[None])]
+    if prefix:
+        parts = [reads_prefix(query_P[:, None], query_P[None, :num_prompts]), *parts]
+    own_BPK = torch.cat(parts, -1).expand(num_rows, -1, -1)
+    return torch.cat((tree_BTT[:, 0][rows_B1, after_BP], own_BPK), -1)[:, None]

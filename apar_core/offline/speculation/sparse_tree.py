@@ -157,6 +157,11 @@ class DynamicTree:
         """Return the tokens of the largest tree; the rows of a pass are padded to it."""
         return max(tree.num_inputs(ensemble) for tree in self.trees)
 
+    @property
+    def division(self) -> tuple[int, int]:
+        """Candidates and prompt tokens of the largest tree, that of state M."""
+        return self.trees[-1].num_candidates, self.trees[-1].num_prompts
+
     @cached_property
     def transitions(self) -> tuple[tuple[float, ...], ...]:
         """Probability of the next state (column) by state (row)."""
@@ -294,6 +299,20 @@ def dynamic_tree(
         ),
         table,
     )
+
+
+def dynamic_tree_of_size(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> DynamicTree:
+    """Return the paper's dynamic tree of at most `num_inputs`, divided in the best way.
+
+    All numbers of candidates are tried, with prompt tokens in the remaining inputs. `ensemble`
+    counts the EPTs of a prompt token, at least 1.
+    """
+    # One prompt token at least stays in a tree; without room for it there are no guesses.
+    trees = [optimal_tree(table, 1)]
+    for candidates in range(num_inputs - ensemble):
+        prompts = (num_inputs - 1 - candidates) // ensemble
+        trees.append(dynamic_tree(table, candidates, prompts))
+    return max(trees, key=DynamicTree.expected_length)
 
 
 def _per_state(number: int | Sequence[int], num_states: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Training of Medusa heads on the hidden states of a frozen APAR model.
+"""Training of Medusa heads on the hidden states of a frozen model.
 
 Dimensions: B rows, T tokens of the longest row, D hidden size, H heads, N tokens with a target, V
 vocabulary.
@@ -66,13 +66,16 @@ class MedusaCollator:
 
 
 def initial_heads(model: PreTrainedModel, recipe: MedusaRecipe) -> MedusaHeads:
-    """Return float32 heads that start as copies of the model's output layer."""
+    """Return float32 heads that start with the predictions of the model's output layer."""
     output = model.get_output_embeddings()
     assert isinstance(output, Module)
     weight = output.weight
     assert isinstance(weight, Tensor)
     return MedusaHeads.like_lm_head(
-        weight.detach().float(), num_heads=recipe.num_heads, num_layers=recipe.num_layers
+        weight.detach().float(),
+        num_heads=recipe.num_heads,
+        num_layers=recipe.num_layers,
+        original_lm_head=recipe.original_lm_head,
     )
 
 
@@ -90,7 +93,8 @@ class MedusaTrainer(FrozenTrainer):
         with torch.no_grad():
             hidden_ND = hidden_states(self.frozen, tree_batch(batch))[learning_BT]
         # A copy that is not an inference tensor, in the dtype of the heads.
-        logits_HNV: Tensor = model(hidden_ND.clone().float())
+        output_layer = self.frozen.get_output_embeddings()
+        logits_HNV: Tensor = model(hidden_ND.clone().float(), output_layer)
         return cross_entropy(
             logits_HNV.flatten(0, 1).float(),
             targets_HBT[:, learning_BT].flatten(),

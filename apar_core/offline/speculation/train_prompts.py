@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
+from apar_core.errors import TrainingError
 from apar_core.offline.speculation.frozen_training import FrozenTrainer, TinySettings, Trained
 from apar_core.offline.speculation.prompt_forward import (
     Insertions,
@@ -25,6 +28,9 @@ from apar_core.offline.speculation.prompt_forward import (
 from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
 from apar_core.offline.training.recipe import PromptRecipe
 from apar_core.offline.training.tree_trainer import Batch
+
+# Of the authors' code.
+_SECOND_STAGE_RATE = 0.1
 
 
 def distillation_loss(
@@ -61,6 +67,25 @@ class PromptTrainer(FrozenTrainer):
         generator = torch.Generator().manual_seed(seed % 2**63)
         return insertions(batch, self.recipe.num_prompts, self.recipe.insertion_share, generator)
 
+    @property
+    def _first_stage(self) -> int:
+        """Steps in which the prompt tokens learn alone: 2 of the paper's 12 epochs."""
+        return round(self.recipe.num_steps / 6)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LambdaLR:
+        """Build the recipe's schedule; a second stage has a tenth of the learning rate."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.recipe.head == "two stages":
+            if self.args.world_size > 1:
+                raise TrainingError("head: two stages are trained by one process")
+            usual, first = scheduler.lr_lambdas[0], self._first_stage
+            scheduler.lr_lambdas = [
+                lambda step: usual(step) * (1.0 if step < first else _SECOND_STAGE_RATE)
+            ] * len(scheduler.lr_lambdas)
+        return scheduler
+
     def count_targets(self, batch: Batch) -> int:
         """Return the number of predictions that prompt tokens learn."""
         return int(self.places(batch).learned_BNM.sum())
@@ -70,6 +95,8 @@ class PromptTrainer(FrozenTrainer):
         prompts = self.accelerator.unwrap_model(model)
         assert isinstance(prompts, PromptTokens)
         places = self.places(batch)
+        if prompts.head is not None and self.recipe.head == "two stages":
+            prompts.head.requires_grad_(self.state.global_step >= self._first_stage)
         student_KV, teacher_KV = prompt_predictions(self.frozen, prompts, model(), batch, places)
         student_KV = student_KV.float()
         if self.recipe.loss == "labels":
@@ -94,6 +121,8 @@ def initial_prompts(model: PreTrainedModel, recipe: PromptRecipe) -> PromptToken
         average=recipe.average,
         mask=recipe.mask,
         exits=recipe.exits,
+        prefix=recipe.prefix,
+        head=recipe.head != "model",
     )
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -27,14 +27,22 @@ from apar_core.formats.control_tokens import (
     neutralise,
     plain_spellings,
 )
-from apar_core.offline.data.records import ExampleRecord, ParagraphRecord
+from apar_core.formats.resolved_format import find_format
+from apar_core.offline.data.records import ExampleRecord, ParagraphRecord, flat_text
 from apar_core.offline.data.structure import THOUGHT_CLOSING, THOUGHT_OPENING
 from apar_core.offline.training.chat_format import (
     ChatFormat,
     chat_format,
     chat_token_ids,
+    turn_end_id,
 )
-from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices, pack_tree
+from apar_core.offline.training.packing import (
+    IGNORED_TARGET,
+    PackedTree,
+    next_indices,
+    pack_text,
+    pack_tree,
+)
 from apar_core.offline.training.pretrained import control_tokens, tree_tokens
 
 # Text that tokenizers tend to change: whitespace at both ends, line breaks, several scripts.
@@ -218,12 +226,15 @@ class ExampleEncoder:
             self.counts.whole += 1
             self.counts.shortened += shortened is not example
             return compact(packed)
-        cut = cut_tree(packed, self.context_length)
+        cut = self._cut(packed)
         if cut is None:
             self.counts.dropped += 1
             return None
         self.counts.cut += 1
         return compact(cut)
+
+    def _cut(self, packed: PackedTree) -> PackedTree | None:
+        return cut_tree(packed, self.context_length)
 
     def _shortened(self, example: ExampleRecord) -> tuple[ExampleRecord, PackedTree]:
         packed = self.pack(example)
@@ -250,6 +261,52 @@ class ExampleEncoder:
         """Return the rows of all examples that fit."""
         rows = (self.encode(example) for example in examples)
         return [row for row in rows if row is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _NoMarkers:
+    """Control tokens of a model that has none."""
+
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class PlainEncoder(ExampleEncoder):
+    """Packs answers as one thread, for models without control tokens."""
+
+    @cached_property
+    def _markers(self) -> Markers:
+        return _NoMarkers()
+
+    @cached_property
+    def _end_id(self) -> int:
+        return turn_end_id(self.tokenizer)
+
+    def _pack_answer(self, prompt_ids: list[int], answer: ParagraphRecord) -> PackedTree:
+        return pack_text(prompt_ids, self._encode_piece(flat_text(answer)), self._end_id)
+
+    def _cut(self, packed: PackedTree) -> PackedTree | None:
+        """Return the first tokens of the row, or None if the prompt alone fills the context."""
+        size = self.context_length
+        targets = [*packed.targets[: size - 1], IGNORED_TARGET]
+        if all(target == IGNORED_TARGET for target in targets):
+            return None
+        return replace(
+            packed,
+            token_ids=packed.token_ids[:size],
+            positions=packed.positions[:size],
+            targets=targets,
+            segments=packed.segments[:size],
+        )
+
+
+def encoder_for(tokenizer: PreTrainedTokenizerBase, context_length: int) -> ExampleEncoder:
+    """Return the encoder of a model's answers: trees if it has control tokens, else one thread.
+
+    With the tokens of another format, the encoder raises TrainingError when it is used.
+    """
+    plain = find_format(tokenizer.get_vocab()) is None
+    return (PlainEncoder if plain else ExampleEncoder)(tokenizer, context_length)
 
 
 def prompt_token_ids(example: ExampleRecord, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -71,6 +71,7 @@ _FREE_FIELDS = {
     "log_every_steps",
     "num_loaders",
     "num_measured",
+    "measured_tokens",
 }
 
 Inputs = Mapping[str, str]

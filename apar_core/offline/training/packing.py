@@ -117,6 +117,15 @@ def pack_tree(
     return row.packed()
 
 
+def pack_text(prompt_ids: Sequence[int], text_ids: Sequence[int], end_id: int) -> PackedTree:
+    """Return an answer of one thread as one row."""
+    row = _Row()
+    segment = row.open_segment(None)
+    before = row.extend(prompt_ids, segment, None, learn=False)
+    row.extend((*text_ids, end_id), segment, before, learn=True)
+    return row.packed()
+
+
 def pack_joined(prompt_ids: Sequence[int], answer: JoinedTokens, end_id: int) -> PackedTree:
     """Return the example as one row in which every generation reads exactly its context.
 

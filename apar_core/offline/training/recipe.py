@@ -104,7 +104,11 @@ class TrainingRecipe(BaseModel):
         False, description="Recompute activations in the backward pass to save memory."
     )
     structured_share: float = Field(
-        0.5, ge=0, le=1, description="Probability of drawing a structured example."
+        0.5,
+        ge=0,
+        le=1,
+        description="Probability of drawing a structured example. Prompt tokens and Medusa "
+        "heads of a model without control tokens learn from all examples alike.",
     )
     lora: LoraSettings | None = Field(
         None, description="Train LoRA adapters instead of all weights."
@@ -133,6 +137,7 @@ class FrozenModelRecipe(TrainingRecipe):
         description="Validation prompts; the model's greedy answers to them give the acceptance "
         "table.",
     )
+    measured_tokens: PositiveInt = Field(1024, description="Limit of each of these answers.")
 
     @model_validator(mode="after")
     def _refuse_unused_settings(self) -> Self:
@@ -149,6 +154,11 @@ class MedusaRecipe(FrozenModelRecipe):
         2, description="Number of heads; head k (from 0) predicts the token k + 2 places ahead."
     )
     num_layers: PositiveInt = Field(2, description="Residual layers per head.")
+    original_lm_head: bool = Field(
+        False,
+        description="Whether the heads use the model's output layer instead of a vocabulary matrix "
+        "each. They are smaller by far, and vLLM does not load them.",
+    )
 
 
 class PromptRecipe(FrozenModelRecipe):
@@ -174,6 +184,17 @@ class PromptRecipe(FrozenModelRecipe):
     )
     exits: PositiveInt = Field(
         1, description="Last layers whose hidden states are averaged for a prediction."
+    )
+    prefix: bool = Field(
+        False,
+        description="Train keys and values in front of the text too, those of each prompt token "
+        "for itself (appendix B.3).",
+    )
+    head: Literal["model", "one stage", "two stages"] = Field(
+        "model",
+        description="Output layer of the prompt tokens: the model's, or a copy that is trained too "
+        "(appendix B.4), from the start or after a sixth of the steps and then with a tenth of the "
+        "learning rate.",
     )
     loss: Literal["forward_kl", "reverse_kl", "labels"] = Field(
         "forward_kl",

@@ -20,6 +20,7 @@ from apar_core.offline.evaluation.ppd_predictions import (
     predict_best,
     predict_chain,
     predict_gpu,
+    predicted_table_1,
     prompt_parameters,
     prompt_share,
     published_sizes,
@@ -70,7 +71,15 @@ def test_tokens_per_step_of_the_paper_s_trees_are_those_of_the_code() -> None:
     assert f"yield {paper_tree('Vicuna-7B').expected_length():.2f} tokens per step" in FLAT
 
 
-@pytest.mark.parametrize(("gpu", "title"), [("a100-80gb", "A100-80GB"), ("h100", "H100")])
+@pytest.mark.parametrize(
+    ("gpu", "title"),
+    [
+        ("a100-80gb", "A100-80GB"),
+        ("h100", "H100"),
+        ("a100-40gb", "A100-40GB"),
+        ("rtx-4090", "RTX 4090"),
+    ],
+)
 def test_live_rows_are_those_of_the_code(gpu: str, title: str) -> None:
     start = TEXT.index(f"| Vicuna-7B on {title}, live rows |")
     lines = [
@@ -82,6 +91,16 @@ def test_live_rows_are_those_of_the_code(gpu: str, title: str) -> None:
     assert lines[0] == [str(each.num_inputs) for each in found.prompts]
     assert lines[1] == [f"{each.speedup:.2f}" for each in found.prompts]
     assert lines[2] == [f"{each.speedup:.2f}" for each in found.paper_prompts]
+
+
+def test_table_1_is_that_of_the_code() -> None:
+    plain, prompted = predicted_table_1("a100-40gb", 512)[:2]
+    assert isinstance(plain[3], float)
+    assert isinstance(plain[5], float)
+    assert isinstance(prompted[3], float)
+    assert f"Predicted are {plain[3]:.1f} tokens/s plain and {prompted[3]:.0f} with" in FLAT
+    assert f"in passes of {plain[5]:.1f} ms" in FLAT
+    assert f"the predicted one {prompted[3] / plain[3]:.2f}" in FLAT
 
 
 def test_many_live_rows_are_those_of_the_code() -> None:

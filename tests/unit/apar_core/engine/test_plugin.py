@@ -23,7 +23,7 @@ from apar_core.engine.plugin import register
 from apar_core.errors import EngineError
 from apar_core.installation import ROOT
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.scheduler.fork_scheduler import ForkScheduler
 from apar_core.scheduler.fork_settings import check_engine
 from apar_core.vllm_names import is_supported
@@ -70,7 +70,7 @@ def test_an_engine_without_our_scheduler_is_vllms_own(scheduler_cls: str | None)
 @pytest.mark.parametrize(
     ("speculation", "warns"),
     [
-        ({"method": "medusa", "model": str(heads_path())}, True),
+        ({"method": "medusa", "model": str(SHIPPED_HEADS["apar-tiny"])}, True),
         ({"method": "ngram", "prompt_lookup_max": 3}, False),
         (None, False),
     ],

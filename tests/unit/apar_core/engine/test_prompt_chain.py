@@ -26,7 +26,7 @@ from apar_core.engine.prompt_chain import (
 from apar_core.errors import CheckpointError, EngineError
 from apar_core.formats.prompt_file import PromptTokenSettings, read_prompt_file, write_prompt_file
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_PROMPTS
 
 FIRST_ID = 4096  # the vocabulary size of apar-tiny
 P1, P2, P3 = FIRST_ID, FIRST_ID + 1, FIRST_ID + 2
@@ -35,7 +35,7 @@ P1, P2, P3 = FIRST_ID, FIRST_ID + 1, FIRST_ID + 2
 def config(
     folder: Path | None = None, *, num_drafts: int = 3, shipped: bool = True, **arguments: Any
 ) -> VllmConfig:
-    folder = prompts_path() if shipped else folder
+    folder = SHIPPED_PROMPTS["apar-tiny"] if shipped else folder
     return EngineArgs(
         model=str(checkpoint_path()),
         speculative_config={
@@ -151,14 +151,14 @@ def test_a_model_without_a_single_input_embedding_is_refused() -> None:
 def test_the_shipped_prompt_tokens_fit_the_shipped_model() -> None:
     rows_MD = load_prompt_rows(config())
 
-    assert torch.equal(rows_MD, read_prompt_file(prompts_path())[1][:, 0])
+    assert torch.equal(rows_MD, read_prompt_file(SHIPPED_PROMPTS["apar-tiny"])[1][:, 0])
 
 
 def test_of_an_ensemble_the_first_members_are_used(tmp_path: Path) -> None:
-    settings, _ = read_prompt_file(prompts_path())
+    settings, _ = read_prompt_file(SHIPPED_PROMPTS["apar-tiny"])
     settings = settings.model_copy(update={"ensemble": 2})
     embeddings_MED = torch.randn(settings.shape)
-    write_prompt_file(settings, embeddings_MED, tmp_path)
+    write_prompt_file(settings, {"embeddings": embeddings_MED}, tmp_path)
 
     rows_MD = load_prompt_rows(config(tmp_path, shipped=False))
 
@@ -170,14 +170,15 @@ def test_of_an_ensemble_the_first_members_are_used(tmp_path: Path) -> None:
     [
         ({"fingerprint": "another"}, "trained for another model: they have fingerprint another"),
         ({"hidden_size": 8}, "hidden_size 8, the model has 256"),
+        ({"exits": 2}, "have exits 2, decoding needs 1"),
     ],
 )
 def test_prompt_tokens_of_another_model_are_refused(
     tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
-    settings, _ = read_prompt_file(prompts_path())
+    settings, _ = read_prompt_file(SHIPPED_PROMPTS["apar-tiny"])
     settings = PromptTokenSettings(**{**settings.model_dump(), **changed})
-    write_prompt_file(settings, torch.zeros(settings.shape), tmp_path)
+    write_prompt_file(settings, {"embeddings": torch.zeros(settings.shape)}, tmp_path)
 
     with pytest.raises(CheckpointError, match=message):
         load_prompt_rows(config(tmp_path, shipped=False))

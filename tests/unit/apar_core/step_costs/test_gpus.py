@@ -17,6 +17,7 @@ from apar_core.step_costs.gpus import GPUS, find_gpu
         ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H800", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA L4", "l4"),

@@ -319,7 +319,10 @@ def test_an_unknown_decoder_is_named(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--count-only",), "--count-only needs answers to --replay"),
-        (("--prompts", "mt"), "'mt' is neither one of vicuna-bench, mt-bench, held-out"),
+        (
+            ("--prompts", "mt"),
+            "'mt' is neither one of vicuna-bench, mt-bench, human-eval, held-out",
+        ),
         (("--against", "vanilla_apar"), "the same decoder twice"),
         (
             ("--against", "none", "--against-model", "o"),

@@ -10,14 +10,15 @@ import pytest
 from rich.console import Console
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
+from apar_core.offline.decoders.load import DECODER_NAMES
 from apar_core.tree import ROOT_THREAD, ParagraphTree, ThreadId, TreeStatistics
 from cluster.cli.generate import statistics_line, thread_view
 from tests.fakes.apar_command import apar
 from tests.integration.random_checkpoint import write_checkpoint
 
 LIST_PROMPT = "Give me 5 tips for learning guitar."
-DECODERS = ("plain", "vanilla_apar", "medusa_apar", "ppd", "ppd_apar")
+DECODERS = DECODER_NAMES
 
 
 def generate(*arguments: str) -> tuple[int, str, str]:
@@ -91,7 +92,9 @@ def test_a_raw_prompt_may_spell_a_control_token() -> None:
 def test_a_model_folder_takes_heads_by_their_folder() -> None:
     arguments = (LIST_PROMPT, "--model", str(checkpoint_path()), "--decoder", "medusa_apar")
 
-    exit_code, output, error = generate(*arguments, "--medusa-heads", str(heads_path()))
+    exit_code, output, error = generate(
+        *arguments, "--medusa-heads", str(SHIPPED_HEADS["apar-tiny"])
+    )
 
     assert exit_code == 0, error
     assert output == generate(LIST_PROMPT, "--decoder", "medusa_apar")[1]
@@ -123,14 +126,14 @@ def test_medusa_without_heads_on_another_model_is_an_error() -> None:
         ("--decoder", "vllm"),
         ("--decoder", "plain"),
         ("--decoder", "vanilla_apar"),
-        ("--decoder", "medusa_apar", "--no-fork"),
+        ("--decoder", "lookup_apar"),
     ],
 )
 def test_heads_for_another_decoder_are_an_error(arguments: tuple[str, ...]) -> None:
     exit_code, output, error = generate("Hi", *arguments, "--medusa-heads", "my-heads")
 
     assert (exit_code, output) == (1, "")
-    assert "--medusa-heads my-heads: only --decoder medusa_apar with forks uses heads" in error
+    assert "--medusa-heads my-heads: only --decoder medusa and medusa_apar use heads" in error
 
 
 @pytest.mark.parametrize("name", ["vllm", "plain", "medusa_apar"])
@@ -152,7 +155,10 @@ def test_ppd_without_prompt_tokens_on_another_model_is_an_error(name: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--decoder", "fast"), "decoder must be one of plain, vanilla_apar, medusa_apar, ppd"),
+        (
+            ("--decoder", "fast"),
+            "decoder must be one of plain, vanilla_apar, medusa, medusa_apar, ppd",
+        ),
         (("--decoder", "ppd", "--prompt-tokens", "{folder}"), "no configuration of prompt tokens"),
         (("--decoder", "plain", "--model", "{folder}"), "cannot load model"),
         (("--decoder", "medusa_apar", "--medusa-heads", "{folder}"), "no configuration of Medusa"),

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from apar_core.attention.settings import FamilySettings
 from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.engine.replay import REPLAY
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_PROMPTS
 from apar_core.scheduler.fork_settings import fork_settings
 from deployments.app import application
 from deployments.app.application import (
@@ -255,7 +255,7 @@ def test_a_chain_of_prompt_tokens_reaches_the_engine_beside_the_fork_limits() ->
     arguments = engine_arguments(model, on_gpu=False)
 
     settings = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
-    assert (settings.max_threads, settings.prompt_tokens) == (4, prompts_path())
+    assert (settings.max_threads, settings.prompt_tokens) == (4, SHIPPED_PROMPTS["apar-tiny"])
     assert arguments["speculative_config"] == {
         "method": "custom_class",
         "model": PROPOSER,

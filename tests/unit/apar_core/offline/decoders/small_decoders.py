@@ -14,12 +14,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from apar_core.formats.control_tokens import ControlTokens
-from apar_core.offline.decoders.load import DecoderName, ThreadDecoder, build_decoder
+from apar_core.offline.decoders.load import (
+    HEADED,
+    UNFORKED,
+    DecoderName,
+    ThreadDecoder,
+    build_decoder,
+)
 from apar_core.offline.decoders.proposer import TreesOfRows
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
+from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, MedusaHeadSettings
 from apar_core.offline.speculation.prompt_tokens import PromptTokens
-from apar_core.offline.speculation.sparse_tree import SparseTree
+from apar_core.offline.speculation.sparse_tree import SparseTree, static_tree
 
 END, FORK, CHILD, VOCABULARY = 2, 3, 4, 24
 MAX_POSITIONS = 256
@@ -130,8 +137,13 @@ def decoder(name: DecoderName, top_k: tuple[int, ...] = (2, 2)) -> ThreadDecoder
     if name in ("ppd", "ppd_apar"):
         return prompt_decoder(name)
     model = small_model()
+    if UNFORKED.get(name, name) in ("lookup", "recycling"):
+        ranks = top_k if UNFORKED.get(name, name) == "recycling" else (1,) * len(top_k)
+        table = AcceptanceTable(probabilities=((0.9 / max(ranks),) * max(ranks),) * len(top_k))
+        states = static_tree(table, 6).trees
+        return build_decoder(name, model, CONTROL, frozenset({END}), trees=lambda _rows: states)
     heads = None
-    if name == "medusa_apar":
+    if name in HEADED:
         torch.manual_seed(1)
         sizes = MedusaHeadSettings(hidden_size=16, vocab_size=VOCABULARY)
         heads = MedusaHeads(sizes).double().eval()

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice
 from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
 from apar_core.offline.decoders.thread_family import Thread, ThreadFamily
@@ -55,9 +54,9 @@ def step_lengths(decoder: ThreadDecoder, prompt: list[int], most: int) -> list[i
 @pytest.mark.parametrize(
     ("name", "folder", "build"),
     [
-        ("ppd_apar", prompts_path(), static_tree),
-        ("ppd_apar", prompts_path(), optimal_tree),
-        ("medusa_apar", heads_path(), static_tree),
+        ("ppd_apar", SHIPPED_PROMPTS["apar-tiny"], static_tree),
+        ("ppd_apar", SHIPPED_PROMPTS["apar-tiny"], optimal_tree),
+        ("medusa_apar", SHIPPED_HEADS["apar-tiny"], static_tree),
     ],
 )
 def test_the_predicted_length_lies_in_the_interval_of_the_measured_one(

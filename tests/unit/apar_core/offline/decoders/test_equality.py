@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
 from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, decode_answer
 from apar_core.offline.decoders.load import DecoderName, build_decoder, load_decoder
@@ -62,7 +61,7 @@ def answers(
 
 def prompted(name: str, number: int) -> Iterator[tuple[list[int], DecodedAnswer]]:
     """Yield prompts with their answers, with prompt tokens in trees of 16 inputs."""
-    folder = prompts_path()
+    folder = SHIPPED_PROMPTS["apar-tiny"]
     ensemble = load_prompt_tokens(folder).settings.ensemble
     trees = TreeFamily.of(optimal_tree(read_table(folder), 16, ensemble))
     decoder = load_decoder(
@@ -102,7 +101,7 @@ def test_vanilla_apar_decodes_every_thread_like_plain_decoding_of_its_prefix() -
 def test_medusa_apar_equals_vanilla_apar_in_fewer_passes(
     top_k: tuple[int, ...],
 ) -> None:
-    found = answers("medusa_apar", heads_path(), top_k)
+    found = answers("medusa_apar", SHIPPED_HEADS["apar-tiny"], top_k)
 
     assert [by_thread(answer.threads) for answer in found] == [
         by_thread(answer.threads) for answer in vanilla()
@@ -112,7 +111,7 @@ def test_medusa_apar_equals_vanilla_apar_in_fewer_passes(
 
 def test_medusa_apar_with_random_heads_equals_vanilla_apar(tmp_path: Any) -> None:
     torch.manual_seed(0)
-    save_medusa_heads(MedusaHeads(load_medusa_heads(heads_path()).settings), tmp_path)
+    save_medusa_heads(MedusaHeads(load_medusa_heads(SHIPPED_HEADS["apar-tiny"]).settings), tmp_path)
 
     found = answers("medusa_apar", tmp_path, number=3)
 

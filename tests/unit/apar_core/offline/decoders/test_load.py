@@ -20,7 +20,7 @@ from transformers import (
 
 from apar_core.errors import CheckpointError, RequestError
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice, decode_answer
 from apar_core.offline.decoders.load import build_decoder, load_decoder, load_tokenizer
 from apar_core.offline.decoders.pass_times import PassTimes, ProposerName
@@ -125,7 +125,7 @@ def test_limits_below_one_are_refused_by_name(field: str) -> None:
 
 def test_an_unknown_decoder_is_refused() -> None:
     with pytest.raises(
-        CheckpointError, match="plain, vanilla_apar, medusa_apar, ppd, ppd_apar, got 'fast'"
+        CheckpointError, match=r"plain, vanilla_apar, medusa, .*, recycling_apar, got 'fast'"
     ):
         load_decoder("fast", checkpoint_path())
 
@@ -187,7 +187,11 @@ def test_heads_of_another_model_are_refused(
 def test_an_invalid_number_of_candidates_is_refused(top_k: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match=r"top_k must give 1 to 2 heads .* got \(") as caught:
         load_decoder(
-            "medusa_apar", checkpoint_path(), medusa_heads=heads_path(), top_k=top_k, device="cpu"
+            "medusa_apar",
+            checkpoint_path(),
+            medusa_heads=SHIPPED_HEADS["apar-tiny"],
+            top_k=top_k,
+            device="cpu",
         )
 
     assert str(top_k) in str(caught.value)
@@ -238,7 +242,7 @@ def test_variants_that_are_only_measured_are_refused() -> None:
     for field, value in changes:
         change: dict[str, Any] = {field: value}
         prompts = PromptTokens.like_text(small_model(), **change)
-        message = f"prompt tokens have {field} {value!r}, the decoders need"
+        message = f"prompt tokens have {field} {value!r}, decoding needs"
         with pytest.raises(CheckpointError, match=message):
             build_decoder(
                 "ppd", small_model(), CONTROL, frozenset({END}), prompts=prompts,
@@ -251,13 +255,13 @@ def test_pass_times_of_other_weights_are_refused() -> None:
 
     with pytest.raises(CheckpointError, match=r"no medusa_heads, only prompt_tokens: .*--medusa"):
         load_decoder(
-            "medusa_apar", checkpoint_path(), medusa_heads=heads_path(), pass_times=times,
-            device="cpu",
+            "medusa_apar", checkpoint_path(), medusa_heads=SHIPPED_HEADS["apar-tiny"],
+            pass_times=times, device="cpu",
         )  # fmt: skip
 
 
 def test_medusa_heads_use_the_tree_of_their_acceptance_table(tmp_path: Path) -> None:
-    shutil.copytree(heads_path(), tmp_path, dirs_exist_ok=True)
+    shutil.copytree(SHIPPED_HEADS["apar-tiny"], tmp_path, dirs_exist_ok=True)
     # Only the second candidate of the first head is ever right.
     table = AcceptanceTable(probabilities=((0.0, 0.9), (0.0, 0.0)), observations=(9, 9))
     table.write(tmp_path)
@@ -280,8 +284,8 @@ def states(*top_k: int) -> Any:
             states(20, 20),
             "tree of 1266 tokens for 1 rows is larger than the model's context of 256",
         ),
-        (states(1, 1, 1), "trees need predictions at 3 distances, and there are 2 prompt tokens"),
-        (states(25), "a candidate tree has rank 24, the vocabulary has 24 tokens"),
+        (states(1, 1, 1), "trees need predictions at 3 distances, and ppd has 2"),
+        (states(25), "a candidate tree has rank 24; ppd has 24 candidates at a distance"),
     ],
 )
 def test_trees_that_cannot_be_computed_are_refused(trees: Any, message: str) -> None:

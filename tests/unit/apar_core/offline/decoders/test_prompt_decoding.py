@@ -32,7 +32,7 @@ from apar_core.offline.decoders.interface import (
     decode_answer,
 )
 from apar_core.offline.decoders.load import DecoderName, ThreadDecoder, build_decoder, load_decoder
-from apar_core.offline.decoders.proposer import TreeStacks
+from apar_core.offline.decoders.proposer import HiddenProposer, TreeStacks
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from apar_core.offline.decoders.tree_decoder import DecodingModel
 from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_prompts
@@ -134,7 +134,7 @@ def test_with_full_acceptance_a_thread_gains_a_token_per_prompt_token_and_one_mo
         assert set(gained[1:-1]) <= {num_prompts + 1}
 
 
-class ConstantProposer:
+class ConstantProposer(HiddenProposer):
     """Proposes one token everywhere, with prompt tokens in the model's input."""
 
     def __init__(self, prompts: ThreadDecoder, token_id: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from apar_core.errors import CheckpointError, EvaluationError
 from apar_core.formats.prompt_file import PromptTokenSettings
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.evaluation.acceptance_report import (
     AcceptanceSettings,
     Guesses,
@@ -72,7 +72,7 @@ def test_heads_predict_without_inputs_so_their_best_tree_is_static() -> None:
 
 def heads_without_table(folder: Path) -> Path:
     for name in ("config.json", "model.safetensors"):
-        shutil.copy(heads_path() / name, folder)
+        shutil.copy(SHIPPED_HEADS["apar-tiny"] / name, folder)
     return folder
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from apar_core.errors import CheckpointError, EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_PROMPTS
 from apar_core.offline.decoders.pass_times import PassTimes
 from apar_core.offline.evaluation.acceptance_report import Guesses
 from apar_core.offline.evaluation.passes_report import PassSettings, passes_report, run_passes
@@ -43,7 +43,10 @@ def test_without_weights_there_is_nothing_to_measure(tmp_path: Path) -> None:
 
 def test_a_context_that_leaves_no_room_for_the_inputs_is_refused(tmp_path: Path) -> None:
     settings = PassSettings(
-        str(checkpoint_path()), "apar-tiny", prompt_tokens=prompts_path(), context=2040
+        str(checkpoint_path()),
+        "apar-tiny",
+        prompt_tokens=SHIPPED_PROMPTS["apar-tiny"],
+        context=2040,
     )
 
     with pytest.raises(EvaluationError, match=r"2040 and 112 measured tokens exceed .* 2048"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, StepRecord
 from apar_core.offline.evaluation.ppd_measurements import (
-    VARIANTS,
     LivePasses,
     MethodAnswer,
     MethodStore,
@@ -22,9 +22,11 @@ from apar_core.offline.evaluation.ppd_measurements import (
     method_answer,
     sized_tree,
     variant_recipe,
+    variants,
 )
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
+from apar_core.offline.speculation.train_prompts import PROMPT_TOKENS
 from apar_core.tree.thread_names import ROOT_THREAD
 from tests.fakes import apar_command
 
@@ -48,6 +50,7 @@ def test_compared_trees_fit_their_size_and_rank_as_in_the_paper(size: int) -> No
     lengths = {kind: tree.expected_length() for kind, tree in trees.items()}
 
     assert all(tree.num_inputs() <= size for kind, tree in trees.items() if kind != "random")
+    assert lengths["optimal"] >= lengths["dynamic"] - 1e-9
     assert lengths["dynamic"] >= lengths["static"] - 1e-9
     assert lengths["dynamic"] >= lengths["random"] - 1e-9
 
@@ -89,20 +92,41 @@ def test_stored_answers_are_found_again(tmp_path: Path) -> None:
 
     again = MethodStore(path)
 
-    assert again.has("7", "ppd")
-    assert not again.has("7", "plain")
+    assert again.has("7", "ppd", 0)
+    assert not again.has("7", "plain", 0)
+    assert not again.has("7", "ppd", 1)
     assert again.of_method("ppd")[0].live == {3: LivePasses(passes=1, tokens=2, seconds=1.0)}
 
 
 def test_variants_change_what_their_names_say() -> None:
-    recipes = {name: variant_recipe(variant, 60) for name, variant in VARIANTS.items()}
+    kinds = variants(10)
+    base = PROMPT_TOKENS.tiny_recipe().recipe
+    recipes = {name: variant_recipe(variant, base, 60, 3) for name, variant in kinds.items()}
 
     assert recipes["1 EPT"].ensemble == 1
     assert recipes["1 EPT"].num_steps == 60
-    assert recipes["1 EPT, a sixth of the steps"].num_steps == 10
+    assert recipes["1 EPT, 1/6 of the steps"].num_steps == 10
     assert recipes["1 EPT, batch of 1"].batch_size == 1
-    assert recipes["2 EPTs, decoder mask"].mask == "decoder"
-    assert len({recipe.model_dump_json() for recipe in recipes.values()}) == len(VARIANTS)
+    assert recipes["1 EPT, batch of 1"].num_steps == 4 * 60
+    assert recipes["10 EPTs, labels, decoder mask"].mask == "decoder"
+    assert {recipe.seed for recipe in recipes.values()} == {3}
+    assert len({recipe.model_dump_json() for recipe in recipes.values()}) == len(kinds)
+    assert {"2 EPTs, labels", "5 EPTs, labels"} <= kinds.keys()
+    assert "5 EPTs, labels" not in variants(4)
+
+
+def test_variants_have_the_paper_s_values_of_training_as_theirs() -> None:
+    """Tables 2, 6 and 7 repeat the values that table 3 has without distillation."""
+    kinds = variants(10)
+    base = PROMPT_TOKENS.tiny_recipe().recipe
+
+    for name, variant in kinds.items():
+        assert (variant_recipe(variant, base, 60).loss == "labels") == ("labels" in name)
+        in_tables = {2, 6, 7}.intersection(map(int, re.findall(r"\d", variant.place)))
+        assert ("labels" in name) == bool(in_tables) or variant.paper is None
+    assert kinds["1 EPT, labels"].paper == (0.472, 0.771, 0.248, 0.576)
+    assert kinds["10 EPTs, labels"].paper == (0.506, 0.794, 0.276, 0.602)
+    assert kinds["1 EPT"].paper == (0.485, 0.779, 0.261, 0.586)
 
 
 @pytest.fixture
@@ -112,7 +136,7 @@ def weights(tmp_path: Path) -> tuple[Path, Path]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32)
     save_prompt_tokens(PromptTokens.like_text(model), prompts)
     TABLE.write(prompts)
-    shutil.copytree(heads_path(), heads)
+    shutil.copytree(SHIPPED_HEADS["apar-tiny"], heads)
     two = AcceptanceTable(
         probabilities=TABLE.probabilities[:2], observations=(100, 100), source="made up"
     )
@@ -139,6 +163,7 @@ def test_the_command_writes_its_report_and_continues(
     assert code == 0, output
     assert (out / "answers.jsonl").read_text().startswith(written)
     assert "differ from" not in output
+    assert "recycling_apar" in output
     assert (out / "report.html").is_file()
     methods = (out / "tables" / "methods.csv").read_text()
     assert '"draft, plain"' in methods
@@ -151,4 +176,4 @@ def test_another_model_needs_its_own_weights(tmp_path: Path) -> None:
     code, output = apar_command.run("evaluate", "ppd", "--model", "x/y", "--out", tmp_path / "o")
 
     assert code == 1
-    assert "x/y needs --prompt-tokens and --medusa-heads" in output
+    assert "x/y needs --prompt-tokens" in output

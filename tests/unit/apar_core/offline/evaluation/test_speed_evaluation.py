@@ -28,7 +28,7 @@ def settings(**fields: Any) -> SpeedSettings:
     [
         (
             {"decoders": ("fast",)},
-            "--decoders 'fast' is not one of plain, vanilla_apar, medusa_apar, ppd, ppd_apar",
+            "--decoders 'fast' is not one of plain, vanilla_apar, medusa, medusa_apar, ppd",
         ),
         ({"baseline": "slow"}, "--against 'slow' is not one of"),
         ({"decoders": ("plain",)}, "the same decoder twice"),

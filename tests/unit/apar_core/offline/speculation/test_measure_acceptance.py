@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from apar_core.errors import TrainingError
-from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.decoders.interface import (
     DecodedAnswer,
@@ -74,6 +73,15 @@ def test_accuracy_does_not_depend_on_nearer_tokens() -> None:
     assert accuracy(ranks, 2) == ((3 / 5, 4 / 5), (2 / 4, 3 / 4))
 
 
+def test_accuracy_at_the_start_counts_the_first_twenty_tokens_of_each_thread() -> None:
+    ranks = [torch.tensor([[0]] * 20 + [[2]] * 60), torch.tensor([[1]] * 5)]
+
+    table = acceptance_table(ranks, 2)
+
+    assert table.accuracy_at_start == ((20 / 25, 1.0),)
+    assert table.accuracy == ((20 / 85, 25 / 85),)
+
+
 def test_a_distance_that_is_never_reached_is_an_error() -> None:
     with pytest.raises(TrainingError, match=r"none of 1 steps are the guesses up to distance 1"):
         acceptance_table([torch.tensor([[2, 0], [0, ENDED]])], 2)
@@ -90,7 +98,9 @@ def test_threads_of_an_answer_become_rows_as_in_training() -> None:
         DecodedThread(child, root, 0, tuple(encode("bc")), True),
     )
 
-    rows = thread_rows(encode("hg"), DecodedAnswer(threads, (), 2, fork), TOKENS)
+    rows = thread_rows(
+        encode("hg"), DecodedAnswer(threads, (), 2, fork), TOKENS.end_id, TOKENS.child_id
+    )
 
     key = str
     assert sorted(rows, key=key) == sorted(
@@ -106,7 +116,7 @@ def test_threads_of_an_answer_become_rows_as_in_training() -> None:
 def test_a_thread_that_was_cut_off_has_no_end_to_predict() -> None:
     threads = (DecodedThread(ThreadId("root"), None, 0, tuple(encode("ab")), False),)
 
-    (row,) = thread_rows(encode("h"), DecodedAnswer(threads, (), 1, None), TOKENS)
+    (row,) = thread_rows(encode("h"), DecodedAnswer(threads, (), 1, None), TOKENS.end_id)
 
     assert row.token_ids == encode("hab")
     assert row.targets == [*encode("ab"), IGNORED_TARGET]
@@ -116,7 +126,7 @@ def test_prompt_tokens_are_ranked_as_behind_each_prefix_alone() -> None:
     model, ids = random_model(), encode("hgabcde")
     prompts = PromptTokens.like_text(model, num_prompts=2, ensemble=2, seed=3)
     threads = (DecodedThread(ThreadId("root"), None, 0, tuple(ids[2:]), False),)
-    rows = thread_rows(ids[:2], DecodedAnswer(threads, (), 2, None), TOKENS)
+    rows = thread_rows(ids[:2], DecodedAnswer(threads, (), 2, None), TOKENS.end_id)
 
     (ranks_NM,) = measure_ranks(model, prompts, rows, num_ranks=40)
 
@@ -148,7 +158,7 @@ def test_heads_are_ranked_by_the_token_as_far_ahead_as_they_propose() -> None:
     output = model.get_output_embeddings().weight.detach()
     heads = MedusaHeads.like_lm_head(output, num_heads=2)
     threads = (DecodedThread(ThreadId("root"), None, 0, tuple(ids[2:]), True),)
-    rows = thread_rows(ids[:2], DecodedAnswer(threads, (), 2, None), TOKENS)
+    rows = thread_rows(ids[:2], DecodedAnswer(threads, (), 2, None), TOKENS.end_id)
 
     (ranks_NM,) = measure_ranks(model, heads, rows, num_ranks=40)
 
@@ -166,7 +176,7 @@ def test_the_decoder_accepts_what_the_ranks_measured_in_training_say() -> None:
     """Logits in training equal logits in decoding: each step gains what the ranks predict."""
     limits = DecodeLimits(max_tokens=80)
     plain = decode_answer(decoder("plain"), PROMPT, limits=limits)
-    rows = thread_rows(PROMPT, plain, TreeTokens(FORK, CHILD, END))
+    rows = thread_rows(PROMPT, plain, END)
     num_accepted = 0
     for seed in range(8):
         trees = random_trees(seed, 3, 5, row_counts=(1,))

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from apar_core.errors import CheckpointError
 from apar_core.formats.config_file import CONFIG_FILE
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.speculation.medusa_heads import (
     WEIGHTS_FILE,
     MedusaHeads,
@@ -92,6 +93,23 @@ def test_new_heads_propose_like_the_models_output_layer() -> None:
     assert torch.equal(logits, (hidden @ lm_head.T).expand(3, 5, 12))
 
 
+def test_heads_of_the_models_output_layer_have_no_matrix_of_their_own(tmp_path: Path) -> None:
+    heads, hidden = random_heads(original_lm_head=True), torch.randn(3, 8)
+    output_layer = nn.Linear(8, 12, bias=False)
+
+    with torch.inference_mode():
+        logits = heads(hidden, output_layer)
+        expected = [output_layer(block(hidden)) for block in heads.blocks]
+
+    assert torch.equal(logits, torch.stack(expected))
+    save_medusa_heads(heads, tmp_path)
+    # vLLM would load them with random matrices, so their type is one that it does not know.
+    assert json.loads((tmp_path / CONFIG_FILE).read_text())["model_type"] != "medusa"
+    assert not any("lm_head" in name for name in load_file(tmp_path / WEIGHTS_FILE))
+    with torch.inference_mode():
+        assert torch.equal(load_medusa_heads(tmp_path)(hidden, output_layer), logits)
+
+
 def test_the_configuration_has_the_fields_that_vllm_reads(folder: Path) -> None:
     assert json.loads((folder / CONFIG_FILE).read_text()) == {
         "model_type": "medusa",
@@ -100,6 +118,7 @@ def test_the_configuration_has_the_fields_that_vllm_reads(folder: Path) -> None:
         "medusa_num_heads": 2,
         "medusa_num_layers": 2,
         "medusa_fc_bias": False,
+        "original_lm_head": False,
         "dtype": "float32",
     }
     assert set(load_file(folder / WEIGHTS_FILE)) == {
@@ -136,7 +155,7 @@ def test_the_same_keys_are_accepted_as_in_vllm(folder: Path) -> None:
 
 
 def test_the_shipped_heads_are_two_of_two_layers() -> None:
-    settings = load_medusa_heads(heads_path()).settings
+    settings = load_medusa_heads(SHIPPED_HEADS["apar-tiny"]).settings
 
     assert (settings.medusa_num_heads, settings.medusa_num_layers) == (2, 2)
 
@@ -144,7 +163,7 @@ def test_the_shipped_heads_are_two_of_two_layers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type must be 'medusa', got 'llama'"),
+        ({"model_type": "llama"}, "model_type must be 'medusa' or .*, got 'llama'"),
         ({"hidden_size": 0}, r"hidden_size: .* \(got 0\)"),
         ({"vocab_size": "many"}, r"vocab_size: .* \(got 'many'\)"),
         ({"medusa_num_heads": -1}, r"medusa_num_heads: .* \(got -1\)"),
@@ -153,7 +172,7 @@ def test_the_shipped_heads_are_two_of_two_layers() -> None:
         ({"medusa_fc_bias": True}, r"weights missing \['blocks\.0\.layers\.0\.bias'"),
         ({"hidden_size": 16}, r"has shape \[8, 8\], the configuration asks for \[16, 16\]"),
         ({"truncated_vocab_size": 6}, "truncated_vocab_size 6 is not supported"),
-        ({"original_lm_head": True}, "original_lm_head is not supported"),
+        ({"original_lm_head": True}, r"unknown \['lm_heads\.0\.weight'"),
     ],
 )
 def test_an_invalid_configuration_is_refused(

@@ -226,7 +226,7 @@ def test_masks_of_the_paper_s_figure_12() -> None:
     after_BP = insertions(batch, 2).after_BN[:, :1].repeat_interleave(4, dim=1)
     expected = {
         "ensemble": [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]],
-        "decoder": [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]],
+        "decoder": [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
         "encoder": [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]],
     }
 
@@ -256,15 +256,69 @@ def test_several_exits_average_the_last_hidden_states() -> None:
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_each_prompt_token_reads_its_own_prefix_as_in_figure_10() -> None:
+    model, batch = random_model(), COLLATOR([packed("a", ParagraphRecord("bcd"))])
+    after_BP = insertions(batch, 2).after_BN[:, :1].repeat_interleave(2, dim=1)
+
+    found = prompt_mask(model, batch, after_BP, 2, 1, prefix=True)
+
+    # Keys: the text, P1, P2, S1, S2.
+    assert isinstance(found, Tensor)
+    assert found[0, 0, :, -4:].int().tolist() == [[1, 0, 1, 0], [0, 1, 1, 1]]
+
+
+def test_a_prefix_changes_and_learns_from_its_own_prompt_tokens_only() -> None:
+    model, batch, places = fixed_batch()
+    prompts = PromptTokens.like_text(model, num_prompts=3, prefix=True)
+    assert prompts.prefix is not None
+    depth_K = places.learned_BNM.nonzero()[:, 2]
+
+    before_KV, teacher_KV = prompt_predictions(model, prompts, prompts(), batch, places)
+    before_KV[depth_K == 1].square().sum().backward()
+
+    gradient_M = prompts.prefix.grad.abs().sum((0, 1, 3, 4))  # type: ignore[union-attr]
+    # The second prompt token reads the first one, which has read its own prefix.
+    assert gradient_M[0] > 0
+    assert gradient_M[1] > 0
+    assert gradient_M[2] == 0
+    with torch.no_grad():
+        prompts.prefix[:, :, 1] += 1
+        after_KV, same_KV = prompt_predictions(model, prompts, prompts(), batch, places)
+    changed_K = (after_KV - before_KV).abs().amax(1) > 1e-4
+    assert not changed_K[depth_K == 0].any()
+    assert changed_K[depth_K == 1].all()
+    assert torch.equal(same_KV, teacher_KV)
+
+
+def test_a_head_of_their_own_starts_with_the_predictions_of_the_output_layer() -> None:
+    model, batch, places = fixed_batch()
+    plain = PromptTokens.like_text(model, num_prompts=3)
+    headed = PromptTokens.like_text(model, num_prompts=3, head=True)
+    expected, teacher = prompt_predictions(model, plain, plain(), batch, places)
+
+    found, same = prompt_predictions(model, headed, headed(), batch, places)
+    found.square().sum().backward()
+
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(same, teacher)
+    assert headed.head is not None
+    assert headed.head.grad is not None
+
+
+@pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("mask", ["ensemble", "decoder", "encoder"])
 @settings(max_examples=6, deadline=None)
 @given(rows=rows_of_trees)
-def test_flex_attention_and_sdpa_masks_are_equal(mask: str, rows: list[PackedTree]) -> None:
+def test_flex_attention_and_sdpa_masks_are_equal(
+    mask: str, prefix: bool, rows: list[PackedTree]
+) -> None:
     batch = COLLATOR(rows)
     after_BP = insertions(batch, 3).after_BN.repeat_interleave(6, dim=1)
 
-    expected = prompt_mask(random_model(), batch, after_BP, 3, 2, mask)
-    flex = prompt_mask(random_model(attention="flex_attention"), batch, after_BP, 3, 2, mask)
+    expected, flex = (
+        prompt_mask(model, batch, after_BP, 3, 2, mask, prefix=prefix)
+        for model in (random_model(), random_model(attention="flex_attention"))
+    )
 
     assert isinstance(expected, Tensor)
     assert isinstance(flex, BlockMask)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
+from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.data.records import ChatMessage, ExampleRecord, ParagraphRecord, chain
 from apar_core.offline.evaluation.own_answers import measure_and_write
 from apar_core.offline.speculation.acceptance import read_table
@@ -136,11 +136,14 @@ def test_heads_of_the_embedded_model_are_trained(tmp_path: Path) -> None:
     )
 
     assert table == read_table(tmp_path)
-    assert load_medusa_heads(tmp_path).settings == load_medusa_heads(heads_path()).settings
+    assert (
+        load_medusa_heads(tmp_path).settings
+        == load_medusa_heads(SHIPPED_HEADS["apar-tiny"]).settings
+    )
 
 
 def test_the_shipped_heads_are_small_and_fit_the_embedded_model() -> None:
-    folder = heads_path()
+    folder = SHIPPED_HEADS["apar-tiny"]
 
     heads = load_medusa_heads(folder)
 

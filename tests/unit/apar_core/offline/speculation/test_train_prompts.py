@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.models.apar_tiny_medusa import heads_path
-from apar_core.models.apar_tiny_prompts import prompts_path
+from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
 from apar_core.offline.evaluation.own_answers import measure_and_write
 from apar_core.offline.speculation.acceptance import read_table
 from apar_core.offline.speculation.frozen_training import train_beside, train_tiny_beside
@@ -79,7 +78,8 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [{"loss": "reverse_kl"}, {"loss": "labels"}, {"average": "learned"},
-     {"average": "probabilities"}, {"mask": "decoder"}, {"mask": "encoder"}, {"exits": 2}],
+     {"average": "probabilities"}, {"mask": "decoder"}, {"mask": "encoder"}, {"exits": 2},
+     {"prefix": True}, {"head": "one stage"}],
     ids=str,
 )  # fmt: skip
 def test_settings_take_effect(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -92,6 +92,28 @@ def test_settings_take_effect(tmp_path: Path, change: dict[str, Any]) -> None:
     )
     # Without validation examples there is nothing to measure acceptance on.
     assert not (usual / "acceptance.json").exists()
+
+
+def test_a_head_learns_from_the_second_stage_on_at_a_tenth_of_the_rate(tmp_path: Path) -> None:
+    write_examples(tmp_path / "examples.jsonl", examples())
+    rates: dict[str, list[float]] = {}
+    for head in ("one stage", "two stages"):
+        reports: list[StepReport] = []
+        change = {"num_steps": 6, "validation_share": 0.0, "head": head}
+        train_beside(
+            PROMPT_TOKENS, str(checkpoint_path()), tmp_path / "examples.jsonl", tmp_path / head,
+            RECIPE.model_copy(update=change), measure=measure_and_write, on_step=reports.append,
+        )  # fmt: skip
+        rates[head] = [report.learning_rate for report in reports]
+
+    assert rates["two stages"][0] == rates["one stage"][0]
+    assert rates["two stages"][1:-1] == pytest.approx([0.1 * r for r in rates["one stage"][1:-1]])
+    one, two = (load_prompt_tokens(tmp_path / head).head for head in rates)
+    first = load_model(str(checkpoint_path()), torch.float32, torch.device("cpu"))
+    assert one is not None
+    assert two is not None
+    output = first.get_output_embeddings().weight
+    assert 0 < (two - output).abs().sum() < (one - output).abs().sum()
 
 
 def test_divergences_are_those_of_torch() -> None:
@@ -118,18 +140,24 @@ def test_prompt_tokens_of_the_embedded_model_are_trained(tmp_path: Path) -> None
     )
 
     assert table == read_table(tmp_path)
-    assert load_prompt_tokens(tmp_path).settings == load_prompt_tokens(prompts_path()).settings
+    assert (
+        load_prompt_tokens(tmp_path).settings
+        == load_prompt_tokens(SHIPPED_PROMPTS["apar-tiny"]).settings
+    )
 
 
 def test_the_shipped_prompt_tokens_are_small_and_belong_to_the_embedded_model() -> None:
-    prompts, table = load_prompt_tokens(prompts_path()), read_table(prompts_path())
+    prompts, table = (
+        load_prompt_tokens(SHIPPED_PROMPTS["apar-tiny"]),
+        read_table(SHIPPED_PROMPTS["apar-tiny"]),
+    )
 
     check_prompt_tokens(
         prompts, load_model(str(checkpoint_path()), torch.bfloat16, torch.device("cpu"))
     )
-    assert (prompts_path() / "model.safetensors").stat().st_size < 5_000
+    assert (SHIPPED_PROMPTS["apar-tiny"] / "model.safetensors").stat().st_size < 5_000
     assert table.num_distances == prompts.settings.num_prompts == 3
     assert table.num_ranks == 10
-    assert read_table(heads_path()).num_distances == 2
+    assert read_table(SHIPPED_HEADS["apar-tiny"]).num_distances == 2
     # Random candidates would be right in 10 of 4,096 cases.
     assert all(best[-1] > 0.2 for best in table.top_k())

@@ -62,7 +62,9 @@ def test_every_shipped_recipe_loads() -> None:
         "convert": TrainingRecipe,
         "convert-small": TrainingRecipe,
         "medusa": MedusaRecipe,
+        "medusa-small": MedusaRecipe,
         "ppd": PromptRecipe,
+        "ppd-small": PromptRecipe,
     }
 
     assert shipped_recipes() == sorted(kinds)
