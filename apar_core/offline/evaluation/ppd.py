@@ -244,14 +244,17 @@ def _choice_text(settings: PpdSettings) -> str:
 def differing_texts(by_method: Mapping[str, Sequence[MethodAnswer]]) -> int:
     """Return how many answers differ from those of the same threads without speculation.
 
-    Answers that a limit cut off are left out: where they end depends on the order of the passes.
+    Answers with forks that a limit cut off are left out: where their threads end depends on the
+    order of the passes. A single thread is cut after the same token.
     """
     number = 0
     for name, answers in by_method.items():
-        base = {each.question_id: each for each in by_method[_unspeculated(name)]}
+        reference = _unspeculated(name)
+        base = {each.question_id: each for each in by_method[reference]}
         for answer in answers:
             other = base[answer.question_id]
-            number += answer.ended and other.ended and answer.text != other.text
+            whole = reference == PLAIN or (answer.ended and other.ended)
+            number += whole and answer.text != other.text
     return number
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, StepRecord
+from apar_core.offline.evaluation.ppd import differing_texts
 from apar_core.offline.evaluation.ppd_measurements import (
     LivePasses,
     MethodAnswer,
@@ -177,3 +178,23 @@ def test_another_model_needs_its_own_weights(tmp_path: Path) -> None:
 
     assert code == 1
     assert "x/y needs --prompt-tokens" in output
+
+
+def test_texts_are_compared_if_they_must_be_equal() -> None:
+    def of(method: str, text: str, *, ended: bool) -> MethodAnswer:
+        return answer_of("1", {1: (1, 1)}).model_copy(
+            update={"method": method, "text": text, "ended": ended}
+        )
+
+    answers = {
+        "plain": [of("plain", "one two", ended=False)],
+        "ppd": [of("ppd", "one two", ended=False)],
+        "vanilla_apar": [of("vanilla_apar", "three", ended=True)],
+        "ppd_apar": [of("ppd_apar", "thr", ended=False)],
+    }
+    assert differing_texts(answers) == 0
+
+    # Where the threads of a forked answer are cut differs, but not where a single one is.
+    answers["lookup"] = [of("lookup", "one", ended=False)]
+    answers["lookup_apar"] = [of("lookup_apar", "four", ended=True)]
+    assert differing_texts(answers) == 2
