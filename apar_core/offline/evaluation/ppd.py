@@ -737,7 +737,9 @@ def tree_size_figure(run: Measurements, by_method: Mapping[str, Sequence[MethodA
         figure = Figure(figsize=(7.5, 4.2), layout="constrained")
         panel = figure.subplots()
         for colour, (kind, lengths) in zip(RUN_COLOURS, curves.items(), strict=False):
-            panel.plot(sizes, lengths, color=colour, label=f"{kind}, predicted")
+            # The paper's tree often is the optimal one.
+            style = "--" if kind == "dynamic" else "-"
+            panel.plot(sizes, lengths, style, color=colour, label=f"{kind}, predicted")
             for size in run.settings.tree_sizes:
                 length, low, high = length_interval(by_method[f"{PPD}, {kind}, {size}"])
                 panel.errorbar(
@@ -745,7 +747,7 @@ def tree_size_figure(run: Measurements, by_method: Mapping[str, Sequence[MethodA
                 )
         if run.medusa is not None:
             medusa = [sized_tree(run.medusa, size, 0).expected_length() for size in sizes]
-            panel.plot(sizes, medusa, "--", color="#3d4852", label="Medusa heads, predicted")
+            panel.plot(sizes, medusa, ":", color="#3d4852", label="Medusa heads, predicted")
         panel.set(xlabel="Inputs of a row in a pass", ylabel="Tokens per pass")
         panel.set_title("Tree size: predicted, and measured with 95% intervals")
         panel.legend(frameon=False, fontsize=8)
@@ -763,7 +765,8 @@ def gpu_sizes_figure(context: int) -> Figure:
             best = max(sizes, key=lambda each: each.speedup)
             panel.plot(
                 [each.num_inputs for each in sizes], [each.speedup for each in sizes],
-                color=colour, label=f"{gpu}, best with {best.num_inputs}",
+                "--" if gpu == "rtx-4090" else "-", color=colour,
+                label=f"{gpu}, best with {best.num_inputs}",
             )  # fmt: skip
             panel.plot([best.num_inputs], [best.speedup], "o", color=colour)
         panel.set(xlabel="Inputs of a row in a pass", ylabel="Speed-up over no speculation")
