@@ -16,8 +16,13 @@ from transformers import PreTrainedTokenizerFast
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.guesses import SHIPPED_HEADS, SHIPPED_PROMPTS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
-from apar_core.offline.decoders.interface import AnswerDecoder, TokenChoice, decode_answer
-from apar_core.offline.decoders.load import DECODER_NAMES, SINGLE_THREAD, load_decoder
+from apar_core.offline.decoders.interface import TokenChoice, decode_answer
+from apar_core.offline.decoders.load import (
+    DECODER_NAMES,
+    SINGLE_THREAD,
+    ThreadDecoder,
+    load_decoder,
+)
 from apar_core.offline.training.example_encoder import prompt_token_ids
 from apar_core.offline.training.pretrained import tree_tokens
 from apar_core.tree.threads import thread_scripts
@@ -39,7 +44,7 @@ class RecordedAnswer:
 def run(console: Console, *, repeats: int, num_answers: int) -> dict[str, Any]:
     """Time the decoders in turn; return medians over the repeats, without prefill."""
     folder = checkpoint_path()
-    decoders: dict[str, AnswerDecoder] = {
+    decoders: dict[str, ThreadDecoder] = {
         name: load_decoder(
             name,
             folder,
@@ -68,6 +73,7 @@ def run(console: Console, *, repeats: int, num_answers: int) -> dict[str, Any]:
     steps: dict[str, int] = dict.fromkeys(decoders, 0)
     for number in track(range(repeats + 1), description="decoders", transient=True):
         for name, decoder in decoders.items():
+            decoder.forget()
             start, prefill_s, passes = time.perf_counter(), 0.0, 0
             for recorded in answers:
                 trace = decode_answer(decoder, recorded.prompt_ids, recorded.choice(name)).trace

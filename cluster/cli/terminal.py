@@ -6,6 +6,7 @@ Progress is a bar on a terminal and plain lines elsewhere.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -130,9 +131,12 @@ def stage_progress(*columns: ProgressColumn) -> Iterator[StageProgress]:
     """Show the stages of a run on standard error until the end of the block.
 
     Bars have the given columns too.
-    vLLM logs errors only, unless VLLM_LOGGING_LEVEL is set: its messages would break the bars.
+    vLLM logs errors only, unless VLLM_LOGGING_LEVEL is set: its messages would break the bars. So
+    would the bars of transformers, if it has been imported.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
     console = Console(stderr=True)
     with step_bars(console, *columns) as bars:
         yield StageProgress(console, bars)

@@ -149,6 +149,11 @@ class ThreadDecoder:
             tokens.fork_id if tokens is not None else None,
         )
 
+    def forget(self) -> None:
+        """Drop what Token Recycling has learned."""
+        if self.decoding.proposer is not None:
+            self.decoding.proposer.forget()
+
     def check_prompt(self, prompt: list[int]) -> None:
         """Raise RequestError for a prompt that this decoder does not accept."""
         if not prompt:

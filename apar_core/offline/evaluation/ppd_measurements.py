@@ -374,7 +374,8 @@ def measure_methods(
             # What Token Recycling has learned from these questions would make the repeat faster.
             last_repeat = repeat
             for each in methods:
-                _forget(each.decoder)
+                if isinstance(each.decoder, ThreadDecoder):
+                    each.decoder.forget()
         for each in wanted:
             before = _draft_passes(each.decoder)
             answer = decode_answer(each.decoder, prompt_ids, choice, limits)
@@ -384,11 +385,6 @@ def measure_methods(
             num_draft = _draft_passes(each.decoder) - before
             store.add(measured.model_copy(update={"draft_passes": num_draft, "repeat": repeat}))
         show()
-
-
-def _forget(decoder: AnswerDecoder) -> None:
-    if isinstance(decoder, ThreadDecoder) and decoder.decoding.proposer is not None:
-        decoder.decoding.proposer.forget()
 
 
 def _draft_passes(decoder: AnswerDecoder) -> int:
