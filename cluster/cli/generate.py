@@ -155,6 +155,7 @@ def _generate_by_decoder(
         HEADED,
         PROMPTED,
         UNFORKED,
+        UNSPECULATED,
         load_decoder,
         load_tokenizer,
     )
@@ -175,7 +176,7 @@ def _generate_by_decoder(
         )
     if not asked.fork:
         name = UNFORKED.get(name, name)
-    if pass_times is not None and name in ("plain", "vanilla_apar"):
+    if pass_times is not None and name in UNSPECULATED:
         raise RequestError(
             f"--pass-times {pass_times}: decoder {name} has no candidate trees", param="pass_times"
         )

@@ -79,6 +79,8 @@ SINGLE_THREAD: frozenset[str] = frozenset(UNFORKED.values())
 """Decoders that never fork; they decode any causal model."""
 HEADED: frozenset[str] = frozenset({"medusa", "medusa_apar"})
 """Decoders that need Medusa heads."""
+UNSPECULATED: frozenset[str] = frozenset({"plain", "vanilla_apar"})
+"""Decoders that guess nothing."""
 PROMPTED: frozenset[str] = frozenset({"ppd", "ppd_apar"})
 """Decoders that need prompt tokens."""
 

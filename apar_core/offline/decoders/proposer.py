@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Asked:
     """What the candidates of a pass are chosen from.
 
     `trees_R` has the tree of each row in `stack`, `pending_R1` its last token, and `first_read_R`
-    the node of the last pass from which its predictions are read. No candidate is `banned`.
+    the node of the last pass from which its predictions are read. `banned` tokens are not guessed.
     `child_id` fills nodes that are no candidates.
     """
 
@@ -48,58 +48,51 @@ class Asked:
     child_id: int
 
 
-class Proposer(Protocol):
-    """Chooses the candidates of a pass.
+class Proposer:
+    """Chooses the candidates of a pass; the defaults are those of one that needs no inputs.
 
-    `embeddings_ND` are the embeddings [1 + M * E, D] of prompt tokens after a row of zeros, None
-    without any, and `ensemble` is E; 0 if candidates need no input. `reads_hidden` tells whether
-    they are read from the hidden states of the last pass, `reads_text` whether `states` finds them
-    in the text.
+    `embeddings_ND` are the embeddings [1 + M * E, D] of prompt tokens after a row of zeros, and
+    `ensemble` is E. With `reads_hidden`, candidates are read from the hidden states of the last
+    pass; with `reads_text`, `states` finds them in the text.
     """
 
-    embeddings_ND: Tensor | None
-    ensemble: int
-    reads_hidden: bool
-    reads_text: bool
+    embeddings_ND: Tensor | None = None
+    ensemble: int = 0
+    reads_hidden: bool = False
+    reads_text: bool = False
 
     def first_read(self, tree: CandidateTree, node: int) -> int:
         """Return the first node that is read if `node` is the last one accepted."""
-        ...
+        return 0
 
     def states(self, paths: Sequence[list[int]], others: Sequence[list[int]]) -> list[int]:
         """Return for how many distances each row has candidates, if the text decides it.
 
         `paths` has the tokens of the rows' whole paths, `others` those of all threads.
         """
-        ...
+        raise NotImplementedError
 
     def tokens(self, asked: Asked) -> Tensor:
         """Return the token [R, num_nodes] of each node of the pass."""
-        ...
+        raise NotImplementedError
 
     def learn(self, tokens_RC: Tensor, logits_RCV: Tensor) -> None:
         """Take note of what the model predicts after each token of a pass."""
-        ...
 
     def forget(self) -> None:
         """Drop what was learned."""
-        ...
 
 
-class HiddenProposer:
+class HiddenProposer(Proposer):
     """Proposer that predicts from the hidden states of the last pass."""
 
     reads_hidden = True
-    reads_text = False
 
     def predict(self, hidden_ND: Tensor, firsts_R: Tensor, num_distances: int) -> Tensor:
         """Return logits [R, num_distances, V] of the tokens after each row's pending token.
 
         `firsts_R` has the nodes from `first_read`. Distances beyond a row's state are undefined.
         """
-        raise NotImplementedError
-
-    def states(self, paths: Sequence[list[int]], others: Sequence[list[int]]) -> list[int]:
         raise NotImplementedError
 
     def tokens(self, asked: Asked) -> Tensor:
@@ -117,18 +110,9 @@ class HiddenProposer:
             asked.trees_R, asked.num_nodes, asked.pending_R1, asked.child_id, proposals_RMK
         )
 
-    def learn(self, tokens_RC: Tensor, logits_RCV: Tensor) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
 
 class MedusaProposer(HiddenProposer):
     """Medusa heads: head d reads the node that predicted the pending token."""
-
-    embeddings_ND: Tensor | None = None
-    ensemble = 0
 
     def __init__(self, heads: MedusaHeads, model: Any) -> None:
         self.heads = heads
@@ -156,7 +140,7 @@ class PromptProposer(HiddenProposer):
         self._output_layer = model.get_output_embeddings()
         embeddings_ND = self.prompts.embeddings.detach().flatten(0, 1)
         no_prompt_ND = torch.zeros_like(embeddings_ND[:1])
-        self.embeddings_ND: Tensor | None = torch.cat((no_prompt_ND, embeddings_ND))
+        self.embeddings_ND = torch.cat((no_prompt_ND, embeddings_ND))
 
     def first_read(self, tree: CandidateTree, node: int) -> int:
         """Return the first prompt token after the node."""

@@ -6,13 +6,13 @@ Dimensions: R rows, M distances, C nodes of a row with a chosen token, V vocabul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from apar_core.offline.decoders.proposer import Asked
+from apar_core.offline.decoders.proposer import Asked, Proposer
 from apar_core.offline.speculation.acceptance import AcceptanceTable
-from apar_core.offline.speculation.candidate_tree import CandidateTree
 
 LONGEST_NGRAM, SHORTEST_NGRAM = 3, 2
 
@@ -25,35 +25,27 @@ RECYCLING_TABLE = AcceptanceTable(
 """Acceptance that the trees of Token Recycling are sized for."""
 
 
-class LookupProposer:
+class LookupProposer(Proposer):
     """Prompt lookup: what followed the last tokens where they stood before.
 
-    The longest of the last `LONGEST_NGRAM` to `SHORTEST_NGRAM` tokens that stand earlier in the
-    thread's path decide, at their last place; if there is none, their last place in another thread
-    of the answer. Source: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding).
+    The last `LONGEST_NGRAM` tokens are searched in the thread's path, then fewer, down to
+    `SHORTEST_NGRAM`. The last place counts. If there is none, the answer's other threads are
+    searched. Source: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding).
     """
 
-    embeddings_ND: Tensor | None = None
-    ensemble = 0
-    reads_hidden = False
     reads_text = True
 
     def __init__(self, num_distances: int) -> None:
         self._most = num_distances
         self._found: list[list[int]] = []
 
-    def first_read(self, tree: CandidateTree, node: int) -> int:
-        """Return 0: nothing is read."""
-        return 0
-
     def states(self, paths: Sequence[list[int]], others: Sequence[list[int]]) -> list[int]:
         """Look the rows up; return how many tokens were found for each."""
-        texts = [_text(other) for other in others]
-        self._found = [self._looked_up(_text(path), texts) for path in paths]
+        self._found = [self._looked_up(_text(path), others) for path in paths]
         return [len(found) for found in self._found]
 
-    def _looked_up(self, path: str, others: Sequence[str]) -> list[int]:
-        for text in (path, *reversed(others)):
+    def _looked_up(self, path: str, others: Sequence[list[int]]) -> list[int]:
+        for text in chain((path,), map(_text, reversed(others))):
             for length in range(LONGEST_NGRAM, SHORTEST_NGRAM - 1, -1):
                 # At least one token must follow, and the path's own end does not count.
                 at = text.rfind(path[-length:], 0, len(text) - 1) if len(path) > length else -1
@@ -72,40 +64,21 @@ class LookupProposer:
             asked.trees_R, asked.num_nodes, asked.pending_R1, asked.child_id, proposals_RM1
         )
 
-    def learn(self, tokens_RC: Tensor, logits_RCV: Tensor) -> None:
-        """Learn nothing: the text itself is searched."""
-
-    def forget(self) -> None:
-        """Do nothing."""
-
 
 def _text(token_ids: Sequence[int]) -> str:
     """Return token ids as characters, in which a search is fast."""
     return "".join(map(chr, token_ids))
 
 
-class RecyclingProposer:
+class RecyclingProposer(Proposer):
     """Token Recycling: after each token, what the model found likeliest after it the last time.
 
     The tokens that passes computed and did not accept count as well, and what was learned stays for
     the next answer, unless samples would depend on it. Source: arXiv 2408.08696.
     """
 
-    embeddings_ND: Tensor | None = None
-    ensemble = 0
-    reads_hidden = False
-    reads_text = False
-
     def __init__(self, vocab_size: int, num_ranks: int, device: torch.device) -> None:
         self.after_VK = torch.zeros((vocab_size, num_ranks), dtype=torch.int64, device=device)
-
-    def first_read(self, tree: CandidateTree, node: int) -> int:
-        """Return 0: nothing is read."""
-        return 0
-
-    def states(self, paths: Sequence[list[int]], others: Sequence[list[int]]) -> list[int]:
-        """Raise NotImplementedError: there are candidates after every token."""
-        raise NotImplementedError
 
     def tokens(self, asked: Asked) -> Tensor:
         """Return the candidates, each by the token of its parent."""

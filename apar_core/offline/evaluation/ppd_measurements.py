@@ -502,6 +502,8 @@ _PAPER_EPTS = {
 }
 
 LOSSES_FILE = "losses.json"
+VARIANT_FILES = ("config.json", "model.safetensors", ACCEPTANCE_FILE)
+"""What is kept of a variant's training, beside the losses."""
 
 
 def variant_recipe(
@@ -592,7 +594,3 @@ def train_variants(
             found.setdefault(name, []).append(TrainedVariant(read_table(out), tuple(stored)))
             show()
     return found
-
-
-VARIANT_FILES = ("config.json", "model.safetensors", ACCEPTANCE_FILE)
-"""What is kept of a variant's training, beside the losses."""

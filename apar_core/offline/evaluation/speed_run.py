@@ -37,6 +37,7 @@ from apar_core.offline.decoders.load import (
     HEADED,
     PROMPTED,
     SINGLE_THREAD,
+    UNSPECULATED,
     load_decoder,
 )
 from apar_core.offline.decoders.pass_times import read_passes
@@ -168,9 +169,7 @@ def check_settings(settings: SpeedSettings) -> None:
             raise EvaluationError(f"{name} needs --medusa-heads FOLDER")
         if name in PROMPTED and settings.prompt_tokens is None:
             raise EvaluationError(f"{name} needs --prompt-tokens FOLDER")
-    speculative = {*DECODER_NAMES, *SINGLE_THREAD}.difference(
-        ("plain", "vanilla_apar")
-    ).intersection((*settings.decoders, settings.baseline))
+    speculative = {*settings.decoders, settings.baseline} - {None, *UNSPECULATED}
     if settings.pass_times is not None and not speculative:
         raise EvaluationError("--pass-times is for decoders with candidate trees: give --decoders")
     for path in settings.replay:
