@@ -10,7 +10,7 @@ from playwright.sync_api import Browser
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.evaluation.replay_text import load_text
 from tests.fakes.tools import needs
-from tests.integration.serving.apar_process import HAPROXY, TOKEN, Server
+from tests.integration.serving.apar_process import ENGINE, HAPROXY, TOKEN, Server, slowed
 from tests.integration.serving.browser import (
     API,
     WebPage,
@@ -121,12 +121,14 @@ def test_escape_stops_the_answer_and_frees_its_blocks(page: WebPage, server: Ser
     replays(page, "1. A long one:", " and so on" * 200)
     page.open()
     server.wait_until_idle()
-    page.ask(GUITAR)
-    page.page.wait_for_selector(".card >> text=and so on and so on")
-    assert server.loads()[0]["threads"] > 0
+    # The answer must not be complete before.
+    with slowed(server.processes(ENGINE)):
+        page.ask(GUITAR)
+        page.page.wait_for_selector(".card >> text=and so on and so on")
+        assert server.loads()[0]["threads"] > 0
 
-    page.page.keyboard.press("Escape")
-    page.wait("failed")
+        page.page.keyboard.press("Escape")
+        page.wait("failed")
 
     server.wait_until_idle()
     assert "Stopped." in page.page.locator(".lane-error").inner_text()
@@ -192,12 +194,13 @@ def test_refusals_say_what_to_do(page: WebPage) -> None:
 def test_a_lost_connection_is_reported_behind_the_text(page: WebPage, server: Server) -> None:
     replays(page, "1. A long one:", " and so on" * 200)
     page.open()
-    page.ask(GUITAR)
-    page.page.wait_for_selector(".card >> text=and so on and so on")
+    with slowed(server.processes(ENGINE)):
+        page.ask(GUITAR)
+        page.page.wait_for_selector(".card >> text=and so on and so on")
 
-    for process in server.processes(HAPROXY):
-        process.kill()
-    page.wait("failed")
+        for process in server.processes(HAPROXY):
+            process.kill()
+        page.wait("failed")
 
     assert "connection" in page.page.locator(".lane-error").inner_text()
     assert "and so on" in page.cards()[0]
@@ -309,14 +312,16 @@ def test_an_answer_survives_the_loss_of_its_replica(browser: Browser, replicated
         page.alter_requests(lambda body: body["apar"].update(replay=replayed))
         page.open()
         victims = Victims(replicated)
-        page.ask(GUITAR)
-        page.page.wait_for_selector(".card >> text=and so on and so on")
-        victims.kill(replica=True)
+        with slowed(replicated.processes(ENGINE)):
+            with page.page.expect_response(API) as response:
+                page.ask(GUITAR)
+            page.page.wait_for_selector(".card >> text=and so on and so on")
+            victims.kill(replica=True)
         page.wait()
 
         assert page.copied() == "1. A long one:" + " and so on" * 200
         assert letters(page.cards()[0]) == letters("1. A long one:" + " and so on" * 200)
-        assert max(record["continued"] for record in replicated.records()) >= 1
+        assert replicated.record(response.value.headers["x-request-id"])["continued"] >= 1
     replicated.wait_for_replicas(2)
 
 
