@@ -1,0 +1,1 @@
+"""Prompt tokens of apar-smollm2: weights, acceptance table and card are in this folder."""
