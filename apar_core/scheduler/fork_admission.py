@@ -85,26 +85,35 @@ class ForkAdmission(Generic[Child]):
         """Forget the new children of a request that starts no more."""
         self._new.pop(group, None)
 
+    def has_room(self, num_threads: int) -> bool:
+        """Return whether the replica's limit allows one more live thread."""
+        return self._max_replica_threads is None or num_threads < self._max_replica_threads
+
     def next(
         self,
         num_threads: int,
         batch: StepBatch,
         num_saved: Callable[[ThreadGroup[Child], Child], int] = lambda _group, _child: 0,
+        *,
+        ignores_time: bool = False,
     ) -> tuple[ThreadGroup[Child], Child] | None:
         """Remove and return the next child that may start; None if none may.
 
         `num_threads` are the replica's live threads, `batch` what they will compute. `num_saved`
-        returns how many of a child's attended tokens its siblings read for it.
+        returns how many of a child's attended tokens its siblings read for it. `ignores_time`: the
+        policy is not asked.
         """
         group = self.queue.first()
         if group is None:
             return None
-        if self._max_replica_threads is not None and num_threads >= self._max_replica_threads:
+        if not self.has_room(num_threads):
             self._blocked_by = "replica"
             return None
         child = group.deferred[0]
         attended, saved = self._num_tokens(child), num_saved(group, child)
-        if not self.policy.admits(batch, extra_attended=attended, extra_saved=saved):
+        if not ignores_time and not self.policy.admits(
+            batch, extra_attended=attended, extra_saved=saved
+        ):
             self._blocked_by = "policy"
             return None
         return group, group.deferred.popleft()

@@ -8,6 +8,7 @@ To add a policy, implement `ForkPolicy` and name it in `PolicyName` and `build_p
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Protocol
 
 from apar_core.scheduler.step_time import LearnedStepCosts
@@ -21,6 +22,14 @@ class ForkPolicy(Protocol):
 
     counts_attended: bool
     """Whether its batches have attended tokens, which take time to count; without, 0."""
+
+    token_time_s: float
+    """Time per token that the policy keeps to, infinite without one."""
+    first_token_s: float
+    """Time until a request's first token that the policy may use for it."""
+
+    def keeps_to_time(self, batch: StepBatch) -> bool:
+        """Return whether a step with this batch is predicted to keep to the time per token."""
 
     def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
         """Return whether a thread that attends to `extra_attended` tokens may join the batch.
@@ -43,6 +52,11 @@ class EagerPolicy:
     """Start every fork at once, as far as the limits on threads allow."""
 
     counts_attended = False
+    token_time_s = first_token_s = math.inf
+
+    def keeps_to_time(self, batch: StepBatch) -> bool:
+        """Return True."""
+        return True
 
     def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
         """Return True."""
@@ -59,28 +73,41 @@ class EagerPolicy:
 class AdaptivePolicy:
     """Start a fork while the predicted step time stays within the time per token.
 
-    Eager until enough steps are known. Idea: TAPER (arXiv 2605.06914). Unlike there, a
-    started thread is never paused, and time saved in earlier steps is not spent later.
+    Eager until enough steps are known. Threads that have started rest in steps that would take
+    longer (`pacing.py`). Idea: TAPER (arXiv 2605.06914).
     """
 
     counts_attended = True
 
-    def __init__(self, token_time_s: float, learned: LearnedStepCosts | None = None) -> None:
+    def __init__(
+        self,
+        token_time_s: float,
+        learned: LearnedStepCosts | None = None,
+        first_token_s: float = math.inf,
+    ) -> None:
         self.token_time_s = token_time_s
+        self.first_token_s = first_token_s
         self.learned = LearnedStepCosts() if learned is None else learned
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
-        """Return whether the grown batch is predicted to end within the time per token.
+    def keeps_to_time(self, batch: StepBatch) -> bool:
+        """Return whether the step is predicted to end within the time per token.
 
         The usual error of predictions is kept as a margin.
         """
+        learned = self.learned
+        return not learned.is_ready or (
+            learned.predict_s(batch) + learned.usual_error_s <= self.token_time_s
+        )
+
+    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
+        """Return whether the grown batch keeps to the time per token."""
         if not self.learned.is_ready:
             return True
         grown = batch.grown(rows=1, attended_tokens=extra_attended, saved_tokens=extra_saved)
         # Predictions far beyond the batches seen so far are guesses: grow in steps, then learn.
         if grown.rows > max(2 * self.learned.largest_rows, 8):
             return False
-        return self.learned.predict_s(grown) + self.learned.usual_error_s <= self.token_time_s
+        return self.keeps_to_time(grown)
 
     def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
         """Return whether the step's text is predicted to grow by more than its time."""
@@ -96,12 +123,16 @@ class AdaptivePolicy:
 
 
 def build_policy(
-    name: PolicyName, token_time_s: float, known: StepCosts | None = None
+    name: PolicyName,
+    token_time_s: float,
+    known: StepCosts | None = None,
+    first_token_s: float = math.inf,
 ) -> ForkPolicy:
     """Return the named policy.
 
-    The adaptive policy keeps to `token_time_s` per output token, and starts from `known` costs.
+    The adaptive policy keeps to `token_time_s` per output token and to `first_token_s`, and starts
+    from `known` costs.
     """
     if name == "eager":
         return EagerPolicy()
-    return AdaptivePolicy(token_time_s, LearnedStepCosts(known))
+    return AdaptivePolicy(token_time_s, LearnedStepCosts(known), first_token_s)

@@ -40,6 +40,7 @@ from apar_core.scheduler.fork_settings import check_engine, fork_settings
 from apar_core.scheduler.held_outputs import HeldOutputs
 from apar_core.scheduler.joins import Joins
 from apar_core.scheduler.lists import Lists
+from apar_core.scheduler.pacing import Pacing, StepPlan, first_thread
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.row_limits import RowWarnings
 from apar_core.scheduler.step_time import StepClock
@@ -97,7 +98,9 @@ class ForkMixin(Scheduler):
         settings = fork_settings(vllm_config)
         self.waiting = self.gate = GatedQueue(settings.max_requests)
         known = None if settings.step_costs is None else read_costs(settings.step_costs)
-        policy = build_policy(settings.policy, settings.token_time_ms / 1000, known)
+        policy = build_policy(
+            settings.policy, settings.token_time_ms / 1000, known, settings.first_token_ms / 1000
+        )
         self.admission: ForkAdmission[Request] = ForkAdmission(
             settings.max_replica_threads, policy, lambda child: child.num_prompt_tokens
         )
@@ -106,6 +109,9 @@ class ForkMixin(Scheduler):
             spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
             family = family_settings(vllm_config, spec.page_size_bytes)
         self.family_reads = FamilyReads(self.threads, self.block_size, family)
+        self.pacing = Pacing(
+            self.threads, self.family_reads.saved_tokens, lambda: self.step_clock.now_s
+        )
         self.growth_reserve_tokens = settings.growth_reserve_tokens
         self._least_watermark_blocks = self.kv_cache_manager.watermark_blocks
         self.step_clock = StepClock()
@@ -212,12 +218,57 @@ class ForkMixin(Scheduler):
         watermark_blocks = max(self._least_watermark_blocks, reserve_blocks)
         self.kv_cache_manager.watermark_blocks = watermark_blocks
         self.block_sharing.begin_step(self.running)
-        step = super().schedule(throttle_prefills)
+        step = self._schedule_as(self._plan_step(), throttle_prefills)
         self.block_sharing.end_step()
         self.gate.scheduled()
         if step.total_num_scheduled_tokens > 0:
             self.row_warnings.schedules(len(step.num_scheduled_tokens))
             self.step_clock.begin(step, self._scheduled_batch(step))
+        return step
+
+    def _plan_step(self) -> StepPlan:
+        if not self.admission.policy.counts_attended:
+            return StepPlan()
+        if self.kv_cache_manager.block_pool.get_num_free_blocks() < 2 * len(self.running):
+            # vLLM preempts running threads only, so all of them take part where memory is short.
+            return StepPlan()
+        return self.pacing.plan(
+            self.admission.policy, self.running, self.gate.admitted(), self.max_num_running_reqs
+        )
+
+    def _schedule_as(self, plan: StepPlan, throttle_prefills: bool) -> SchedulerOutput:
+        """Schedule a step without what the plan leaves out."""
+        if plan == StepPlan():
+            return super().schedule(throttle_prefills)
+        before, most_tokens = self.running, self.max_num_scheduled_tokens
+        # Chunks of prompts come last, or they would take the tokens of rows behind them.
+        self.running = sorted(
+            (each for each in before if each.request_id not in plan.resting),
+            key=lambda each: each.is_prefill_chunk,
+        )
+        self.max_num_running_reqs -= len(plan.resting)
+        self.max_num_active_reqs -= len(plan.resting)
+        config, floors_chunks = self.scheduler_config, self.adaptive_long_prefill_threshold
+        longest_chunk = config.long_prefill_token_threshold
+        if plan.max_tokens is not None and plan.chunk is not None:
+            self.max_num_scheduled_tokens = min(
+                most_tokens, plan.max_tokens + self.num_spec_tokens * len(self.running)
+            )
+            config.long_prefill_token_threshold = plan.chunk
+            self.adaptive_long_prefill_threshold = False
+        step = super().schedule(throttle_prefills)
+        self.max_num_scheduled_tokens = most_tokens
+        config.long_prefill_token_threshold = longest_chunk
+        self.adaptive_long_prefill_threshold = floors_chunks
+        self.max_num_running_reqs += len(plan.resting)
+        self.max_num_active_reqs += len(plan.resting)
+        # In the earlier order, without preempted threads, and new ones last.
+        active = {each.request_id for each in self.running}
+        earlier = {each.request_id for each in before}
+        self.running = [
+            *(each for each in before if each.request_id in active | plan.resting),
+            *(each for each in self.running if each.request_id not in earlier),
+        ]
         return step
 
     def update_from_output(
@@ -465,10 +516,14 @@ class ForkMixin(Scheduler):
     def _start_waiting_forks(self) -> None:
         """Start the children that limits and policy admit now; the others wait for a later step."""
         if self.admission.queue.first() is not None:
+            self._start_first_threads()
             batch = self.coming_batch()
             num_saved = self._saved_by_child
             while taken := self.admission.next(
-                len(self.requests) - self.gate.num_held, batch, num_saved
+                self._num_threads,
+                batch,
+                num_saved,
+                ignores_time=self.pacing.is_overloaded,
             ):
                 group, child = taken
                 saved = num_saved(group, child)
@@ -477,6 +532,29 @@ class ForkMixin(Scheduler):
                     rows=1, attended_tokens=child.num_prompt_tokens, saved_tokens=saved
                 )
         self.admission.settle()
+
+    @property
+    def _num_threads(self) -> int:
+        return len(self.requests) - self.gate.num_held
+
+    def _start_first_threads(self) -> None:
+        """Start the children that their readers wait for, without asking the policy.
+
+        Their parents rest if there is no time for both.
+        """
+        if not self.admission.policy.counts_attended:
+            return
+        for group in self.threads.groups:
+            if not self.admission.has_room(self._num_threads):
+                return
+            if not group.has_startable or self.admission.queue.key_is_full(group):
+                continue
+            first = first_thread(group)
+            for child in group.deferred:
+                if child.request_id == first:
+                    group.deferred.remove(child)
+                    self._start(group, child)
+                    break
 
     def coming_batch(self) -> StepBatch:
         """Return the next step's batch as far as it is known, without prompts."""

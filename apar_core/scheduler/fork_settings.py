@@ -62,11 +62,16 @@ class ForkSettings(BaseModel):
     )
     policy: PolicyName = Field(
         "eager",
-        description="When a fork within these limits starts. 'eager': at once. 'adaptive': while "
-        "the predicted engine step stays within `token_time_ms`.",
+        description="When a fork within these limits starts. 'eager': at once. 'adaptive': steps "
+        "keep to `token_time_ms` as predicted (`pacing.py`).",
     )
     token_time_ms: PositiveFloat = Field(
         50.0, description="Target time per output token of the adaptive policy (ms)."
+    )
+    first_token_ms: PositiveFloat = Field(
+        1000.0,
+        description="Time to first token that the adaptive policy may use for smaller chunks of "
+        "the prompt (ms).",
     )
     step_costs: Path | None = Field(
         None,

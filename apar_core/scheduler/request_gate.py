@@ -41,6 +41,10 @@ class GatedQueue(PriorityRequestQueue):
         """
         return max(super().__len__() - self._num_without_room, 0)
 
+    def admitted(self) -> list[Request]:
+        """Return the waiting requests that are not held back, in order."""
+        return list(super().__iter__())
+
     def scheduled(self) -> None:
         """Note that a step has been scheduled, and has popped all that had room."""
         self._num_without_room = super().__len__()

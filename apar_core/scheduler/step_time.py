@@ -62,6 +62,11 @@ class StepClock:
         self._begun: deque[tuple[object, StepBatch, float]] = deque()
         self._last_end_s: float | None = None
 
+    @property
+    def now_s(self) -> float:
+        """The time now, on the clock of the steps."""
+        return self._clock()
+
     def begin(self, step: object, batch: StepBatch) -> None:
         """Note that a step with this batch has been scheduled."""
         self._begun.append((step, batch, self._clock()))

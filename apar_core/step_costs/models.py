@@ -17,7 +17,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 _HEADER_LENGTH_BYTES = 8
 
 # Sources: the config.json of huggyllama/llama-7b and llama-13b, lmsys/vicuna-7b-v1.3 (with two
-# control tokens: APAR's checkpoints), and Meta-Llama-3-8B and -70B.
+# control tokens: APAR's checkpoints), Meta-Llama-3-8B and -70B, and Qwen/Qwen3-32B.
 _LLAMA = {"vocab_size": 32_000, "max_position_embeddings": 2048, "dtype": "float16"}
 _LLAMA_7B = {
     **_LLAMA, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
@@ -41,6 +41,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-70b": {
         **_LLAMA_3, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80,
         "num_attention_heads": 64,
+    },
+    "qwen3-32b": {
+        "vocab_size": 151_936, "max_position_embeddings": 40_960, "dtype": "bfloat16",
+        "hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
     },
     "apar-7b": {**_LLAMA_7B, "vocab_size": 32_002},
     "apar-13b": {**_LLAMA_13B, "vocab_size": 32_002},

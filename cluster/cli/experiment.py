@@ -470,6 +470,88 @@ def joins(
 
 
 @experiment.command(no_args_is_help=True)
+def goodput(
+    trace: Annotated[
+        list[Path],
+        typer.Option(
+            help="Recorded answers: JSON lines with `prompt` and `response`. Repeatable.",
+            dir_okay=False,
+            exists=True,
+        ),
+    ],
+    out: Annotated[Path, out_option("experiment-goodput", help=RESUMABLE)],
+    model: Annotated[str, typer.Option(help="Model of the replicas.")] = "llama-7b",
+    gpu: Annotated[str, typer.Option(help="GPU of the replicas.")] = "a100-80gb",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs per replica.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 1,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Limit on the running requests of a replica.")
+    ] = 350,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded arrivals: a table with TIMESTAMP and ContextTokens, compressed to each "
+            "rate (default: a Poisson process).",
+            dir_okay=False,
+            exists=True,
+        ),
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Limits that a request must keep, such as ttft=1s,tpot=1.5x; x is the step time "
+            "of a request that runs alone. Times: ttft, tpot, path, tbt, silence, e2e. Repeatable "
+            "(default: tpot of 0.75x, 1.5x and 3x, and 3x with silence=5x, each with ttft=1s).",
+            show_default=False,
+        ),
+    ] = None,
+    methods: Annotated[
+        CommaList[str],
+        list_option(
+            help="Methods to compare: off (no forks), paced (no forks, but the adaptive policy), "
+            "eager, adaptive.",
+            choices=("off", "paced", "eager", "adaptive"),
+        ),
+    ] = CommaList(("off", "paced", "eager", "adaptive")),
+    share: Annotated[
+        float,
+        typer.Option(min=0.01, max=1, help="Share of the requests that must meet the SLO."),
+    ] = 0.95,
+    requests: Annotated[
+        int, typer.Option(min=50, help="Number of requests of a run, per replica.")
+    ] = 1000,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that search in parallel.")] = 1,
+) -> None:
+    """Find the goodput of fork policies: the highest rate at which requests meet an SLO.
+
+    Predicts a GPU's times. Example:
+    [bold]apar experiment goodput --trace TRACE.jsonl --slo ttft=1s,tpot=40ms --jobs 2[/bold]
+    """
+    from cluster.cli.simulate import replica_settings
+
+    with clear_errors(), stage_progress() as progress:
+        # These import vLLM, which takes seconds.
+        from cluster.lab.simulation.goodput import SLOS, GoodputSettings, report_goodput
+        from cluster.lab.simulation.runs import SimulationSettings
+
+        settings = GoodputSettings(
+            SimulationSettings(
+                **replica_settings(model, gpu, tensor_parallel),
+                traces=tuple(trace),
+                arrivals=arrivals,
+                replicas=(replicas,),
+                concurrency=concurrency,
+            ),
+            slos=tuple(slo or SLOS),
+            methods=tuple(methods),
+            share=share,
+            requests=requests,
+        )
+        report = report_goodput(settings, out, jobs, progress.start)
+    show_report(report, out)
+
+
+@experiment.command(no_args_is_help=True)
 def scheduler_cost(
     trace: Trace,
     out: Annotated[Path, out_option("experiment-scheduler-cost", help=RESUMABLE)],

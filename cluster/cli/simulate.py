@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -204,21 +204,11 @@ def simulate(
     bounds = None if autoscale is None else _bounds(autoscale)
     with clear_errors(), stage_progress() as progress:
         # These import vLLM, which takes seconds.
-        from apar_core.attention.settings import FamilySettings
-        from apar_core.step_costs.files import read_costs
-        from apar_core.step_costs.gpus import find_gpu
-        from apar_core.step_costs.models import find_model
-        from apar_core.step_costs.predict import BLOCK_SIZE, step_costs
-        from apar_core.step_costs.predict import kv_tokens as fitting_tokens
         from cluster.lab.simulation.report import simulation_report
         from cluster.lab.simulation.runs import SimulationSettings, run_cases
 
-        size, device = find_model(model), find_gpu(gpu)
-        block_bytes = size.block_layer_bytes(BLOCK_SIZE, tensor_parallel)
         settings = SimulationSettings(
-            costs=step_costs(size, device, tensor_parallel) if costs is None else read_costs(costs),
-            config=size.config,
-            kv_tokens=kv_tokens or fitting_tokens(size, device, tensor_parallel),
+            **replica_settings(model, gpu, tensor_parallel, costs, kv_tokens, attention),
             traces=tuple(trace),
             arrivals=arrivals,
             replicas=replicas,
@@ -240,13 +230,41 @@ def simulate(
             target_threads=target_threads or (None,),
             catch_up_s=catch_up or (None,),
             gateways=gateways,
-            family=FamilySettings.for_blocks(block_bytes) if attention == "family" else None,
         )
         try:
             results, capacity = run_cases(settings, jobs, progress.start)
         except ValidationError as error:
             raise wrong_value("--autoscale", str(error.errors()[0]["msg"])) from error
     show_report(simulation_report(settings, results, capacity), out)
+
+
+def replica_settings(
+    model: str,
+    gpu: str,
+    tensor_parallel: int,
+    costs: Path | None = None,
+    kv_tokens: int | None = None,
+    attention: str = "ordinary",
+) -> dict[str, Any]:
+    """Return the fields of `SimulationSettings` that describe a replica.
+
+    Raises StepCostsError for an unknown model or GPU, or a file of costs that cannot be read.
+    """
+    from apar_core.attention.settings import FamilySettings
+    from apar_core.step_costs.files import read_costs
+    from apar_core.step_costs.gpus import find_gpu
+    from apar_core.step_costs.models import find_model
+    from apar_core.step_costs.predict import BLOCK_SIZE, step_costs
+    from apar_core.step_costs.predict import kv_tokens as fitting_tokens
+
+    size, device = find_model(model), find_gpu(gpu)
+    block_bytes = size.block_layer_bytes(BLOCK_SIZE, tensor_parallel)
+    return {
+        "costs": step_costs(size, device, tensor_parallel) if costs is None else read_costs(costs),
+        "config": size.config,
+        "kv_tokens": kv_tokens or fitting_tokens(size, device, tensor_parallel),
+        "family": FamilySettings.for_blocks(block_bytes) if attention == "family" else None,
+    }
 
 
 def _times(option: str, texts: list[str] | None) -> tuple[float, ...]:

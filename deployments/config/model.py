@@ -185,11 +185,17 @@ class ForkLimits(BaseModel):
     policy: Literal["eager", "adaptive"] | None = Field(
         None,
         description="When a fork within the limits starts. `eager` (default): at once. `adaptive`: "
-        "when the predicted step time stays below `token_time_ms`.",
+        "steps keep to `token_time_ms` as predicted. Forks wait and threads rest, except for the "
+        "thread that the reader waits for, and prompts are computed in smaller chunks.",
     )
     token_time_ms: PositiveFloat | None = Field(
         None,
         description="Time per output token that the adaptive policy keeps to (ms); by default 50.",
+    )
+    first_token_ms: PositiveFloat | None = Field(
+        None,
+        description="Time to first token that the adaptive policy may use for smaller chunks of "
+        "the prompt (ms); by default 1000.",
     )
     step_costs: str | None = Field(
         None,
@@ -206,7 +212,7 @@ class ForkLimits(BaseModel):
 
     @model_validator(mode="after")
     def _check_policy(self) -> Self:
-        for name in ("token_time_ms", "step_costs"):
+        for name in ("token_time_ms", "first_token_ms", "step_costs"):
             if getattr(self, name) is not None and self.policy != "adaptive":
                 raise ValueError(f"{name}: has no effect without `policy: adaptive`")
         return self

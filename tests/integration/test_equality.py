@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 
+from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.engine.prompt_chain import PROPOSER
 from apar_core.models.guesses import SHIPPED_PROMPTS
+from apar_core.scheduler.pacing import StepPlan
+from tests.fakes.fork_policies import MostTokens
 from tests.integration.engine_process import EngineProcess
-from tests.integration.plain_decoding import FLOAT_NOISE, chats, generate_threads, mismatches
+from tests.integration.plain_decoding import (
+    FLOAT_NOISE,
+    Run,
+    chats,
+    generate_threads,
+    mismatches,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +128,44 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
     assert FORKED_THREADS[way] > 0
     assert (run.preemptions > 0) == ("preempted" in expected)
     assert (run.num_draft_tokens > 0) == ("speculated" in expected)
+    assert run.state_after.free_blocks == run.state_after.kv_blocks
+    assert run.state_after.threads == 0
+
+
+def generate_with_rests(
+    engine: OfflineEngine, messages: list[list[dict[str, str]]], max_tokens: int
+) -> tuple[Run, int]:
+    """Let threads rest where a step would have more than 18 tokens; count the rests."""
+    scheduler = engine.scheduler
+    scheduler.admission.policy = MostTokens(18)
+    num_rests, plan = [0], scheduler.pacing.plan
+
+    def counted(*args: Any) -> StepPlan:
+        found: StepPlan = plan(*args)
+        num_rests[0] += len(found.resting)
+        return found
+
+    scheduler.pacing.plan = counted
+    return generate_threads(engine, messages, max_tokens), num_rests[0]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "large batch, blocks of 32",
+        pytest.param("n-gram speculation", marks=pytest.mark.ci),
+        pytest.param("prompt chain", marks=pytest.mark.slow),
+    ],
+)
+def test_threads_that_rest_continue_with_the_tokens_of_plain_decoding(way: str) -> None:
+    engine = EngineProcess(**WAYS[way][0])
+    try:
+        run, num_rests = engine.call(generate_with_rests, chats(16), 300)
+    finally:
+        engine.close()
+
+    assert num_rests > 20
+    assert all(each.gap < FLOAT_NOISE for each in mismatches(run.threads))
     assert run.state_after.free_blocks == run.state_after.kv_blocks
     assert run.state_after.threads == 0
 

@@ -32,6 +32,7 @@ from cluster.lab.virtual.core import (
 )
 from cluster.lab.virtual.engine import VirtualSpec
 from cluster.lab.virtual.executor import StepRecord
+from cluster.lab.virtual.reader import ReaderTimes
 from deployments.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
 from deployments.config.model import ModelConfig
 from deployments.config.retries import MAX_DEATHS, RetryConfig, pause_before_retry_s
@@ -83,6 +84,7 @@ class ClusterSettings:
 class Outcome:
     """Outcome of a request; times in seconds since the start, None until reached.
 
+    reader: times of its certain text, on the replica that ended it.
     error: why the request was refused or given up.
     """
 
@@ -91,11 +93,18 @@ class Outcome:
     first_token_s: float | None = None
     end_s: float | None = None
     replica_id: str | None = None
+    reader: ReaderTimes | None = None
     cached_tokens: int = 0
     generated_tokens: int = 0
     retries: int = 0
     deaths: int = 0
     error: str | None = None
+
+    @property
+    def critical_tokens(self) -> int:
+        """Steps that the answer takes if no thread ever waits."""
+        answer = self.request.answer
+        return answer.critical_tokens if self.request.forked else len(answer.flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +396,7 @@ class Cluster:
                 outcome.cached_tokens = event.cached_tokens
                 continue
             outcome.generated_tokens = event.generated_tokens
+            outcome.reader = event.reader
             del replica.outcomes[event.request_id]
             self._leave(gateway, outcome)
         if any(event.is_end for event in events):

@@ -71,6 +71,7 @@ class SimulationSettings:
     routers: tuple[str, ...] = ("threads",)
     fork_policies: tuple[str, ...] = ("eager",)
     token_time_ms: float = 50.0
+    first_token_ms: float | None = None
     concurrency: int = 350
     duration_s: float = 60.0
     seeds: int = 1
@@ -98,6 +99,7 @@ class SimulationSettings:
             limits: dict[str, Any] = {"policy": case.fork_policy}
             if case.fork_policy != "eager":
                 limits["token_time_ms"] = self.token_time_ms
+                limits["first_token_ms"] = self.first_token_ms
             fields["forks"] = ForkLimits(**limits)
         if self.autoscale is not None:
             low, high = self.autoscale

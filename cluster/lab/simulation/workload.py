@@ -54,7 +54,9 @@ _POOL_TOKENS = 1 << 18
 class Answer:
     """A recorded answer as token ids, by thread and as one thread.
 
-    `critical_tokens` are the steps until the last thread ends if none ever waits.
+    critical_tokens: steps until the last thread ends if none ever waits.
+    attended_tokens, flat_attended_tokens: tokens of the answer that its tokens attend to, summed
+        over these, by thread and as one thread; the prompt comes on top for each token.
     """
 
     category: str
@@ -62,6 +64,8 @@ class Answer:
     flat: list[int]
     prompt_tokens: int
     critical_tokens: int
+    attended_tokens: int = 0
+    flat_attended_tokens: int = 0
 
     @property
     def text_tokens(self) -> int:
@@ -153,13 +157,15 @@ def read_data(traces: Sequence[Path], arrivals: Path | None) -> RecordedData:
 
 
 def _answer(answer: ReplayAnswer) -> Answer:
-    statistics = tree_statistics(answer.tree, len(answer.prompt_ids))
+    statistics = tree_statistics(answer.tree, 0)
     return Answer(
         answer.category,
         dict(answer.threads),
         answer.flat,
         len(answer.prompt_ids),
         statistics.decode_steps,
+        statistics.attended_tokens,
+        statistics.sequential_attended_tokens,
     )
 
 

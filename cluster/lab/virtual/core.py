@@ -47,6 +47,7 @@ from apar_core.tree.thread_names import (
 from apar_core.vllm_names import EngineArgs, EngineCore, FinishReason, Request, call_at_preemption
 from cluster.lab.virtual.engine import VirtualSpec, engine_arguments, write_model_folder
 from cluster.lab.virtual.executor import StepTotals, VirtualClock, VirtualDevice
+from cluster.lab.virtual.reader import Reader, ReaderTimes
 from cluster.lab.virtual.text import checkpoint_tokens
 
 # After more idle steps than this, nothing will ever change.
@@ -79,6 +80,7 @@ class CoreEvent:
     cached_tokens: prompt tokens found in the prefix cache.
     generated_tokens: tokens of all threads so far, fork and end tokens included.
     text_tokens: the same without fork and end tokens.
+    reader: of an end, when the reader of an ordered stream has seen the text.
     """
 
     request_id: str
@@ -87,6 +89,7 @@ class CoreEvent:
     cached_tokens: int
     generated_tokens: int
     text_tokens: int
+    reader: ReaderTimes | None
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class _Live:
     """A request in the core. `generated` counts tokens by thread, including those of a journal."""
 
     request: VirtualRequest
+    reader: Reader
     generated: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     has_begun: bool = False
@@ -207,7 +211,11 @@ class VirtualCore:
             self.device.clock.advance_to(request.arrival_s)
         arrival_s = self.device.clock.arrival_s(request.arrival_s)
         engine_request = self._engine_request(request, arrival_s)
-        live = _Live(request)
+        fork_id = self.tokens.fork_id if request.forked else None
+        reader = Reader(
+            request.request_id, request.scripts, fork_id=fork_id, end_id=self.tokens.end_id
+        )
+        live = _Live(request, reader)
         if journal:
             whole = completed(engine_request, journal, self.spec.max_model_len)
             if all(delta.finish_reason is not None for delta in whole):
@@ -241,8 +249,11 @@ class VirtualCore:
                 )
         events: list[CoreEvent] = []
         stopped: dict[str, None] = {}
+        grown: dict[str, _Live] = {}
         for output in (each for client in (outputs or {}).values() for each in client.outputs):
-            self._take(output, events, stopped)
+            self._take(output, events, stopped, grown)
+        for live in grown.values():
+            live.reader.advance(live.generated, self.now_s)
         for request_id in stopped:
             if self.scheduler.threads.group_of_root(request_id) is None:
                 events.append(self._event(self._live.pop(request_id), is_end=True))
@@ -293,8 +304,14 @@ class VirtualCore:
             block_hasher=self._core.request_block_hasher,
         )
 
-    def _take(self, output: Any, events: list[CoreEvent], stopped: dict[str, None]) -> None:
-        """Count a thread's new tokens; note its request in `stopped` if the thread has ended."""
+    def _take(
+        self,
+        output: Any,
+        events: list[CoreEvent],
+        stopped: dict[str, None],
+        grown: dict[str, _Live],
+    ) -> None:
+        """Count a thread's new tokens; note its request, and whether the thread has ended."""
         name = output.request_id
         root_id = name.partition("~")[0]
         live = self._live.get(root_id)
@@ -302,6 +319,7 @@ class VirtualCore:
             return
         if output.new_token_ids:
             live.generated[name] = live.generated.get(name, 0) + len(output.new_token_ids)
+            grown[root_id] = live
             if not live.has_begun:
                 live.has_begun = True
                 if output.prefill_stats is not None:
@@ -326,6 +344,7 @@ class VirtualCore:
             live.cached_tokens,
             generated,
             generated - num_hidden,
+            live.reader.times if is_end else None,
         )
 
     def _count_preemption(self) -> None:

@@ -20,11 +20,17 @@ KEYS = (None, "k", "l")
 
 
 class MoodyPolicy(EagerPolicy):
-    """Admits with a probability, from seeded random numbers."""
+    """Admits a fork, or a step without rest, with a probability from seeded random numbers."""
+
+    counts_attended = True
+    token_time_s, first_token_s = 0.001, 0.01
 
     def __init__(self, seed: int, chance: float) -> None:
         self._numbers = random.Random(seed)
         self._chance = chance
+
+    def keeps_to_time(self, batch: StepBatch) -> bool:
+        return self._numbers.random() < self._chance
 
     def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
         return self._numbers.random() < self._chance

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from apar_core.scheduler.pacing import Prompt, chunk_tokens, first_thread
+from tests.fakes.fork_policies import MostTokens
+from tests.fakes.scripted_engine import FIRST_TEXT_ID, EngineShape, Script, ScriptedEngine
+from tests.unit.apar_core.scheduler.test_any_schedule import any_schedule, scripts
+
+
+def paced_engine(
+    model_dir: Path, policy: MostTokens, *, max_num_seqs: int = 32, run_ahead: bool = False
+) -> ScriptedEngine:
+    shape = EngineShape(
+        num_blocks=500,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=128,
+        run_ahead=run_ahead,
+    )
+    engine = ScriptedEngine(shape, model_dir)
+    engine.scheduler.admission.policy = policy
+    return engine
+
+
+@any_schedule
+@given(wanted=scripts(), max_num_seqs=st.sampled_from([1, 2, 8]))
+def test_with_time_for_one_row_a_request_is_written_in_reading_order(
+    model_dir: Path, wanted: tuple[Script, list[int]], max_num_seqs: int
+) -> None:
+    script, text = wanted
+    engine = paced_engine(model_dir, MostTokens(1), max_num_seqs=max_num_seqs)
+    engine.add("r", [7] * 5, script)
+
+    written: list[int] = []
+    while engine.step():
+        tokens = [
+            token
+            for output in engine.take_messages()
+            for each in output.outputs
+            for token in each.new_token_ids
+        ]
+        written += [token for token in tokens if token >= FIRST_TEXT_ID]
+        if max_num_seqs == 8:
+            # A child needs a place beside those that its ancestors keep.
+            assert written == text[: len(written)]
+
+    assert engine.texts["r"] == text
+    assert sorted(written) == sorted(text)
+    engine.assert_nothing_is_left()
+
+
+@any_schedule
+@given(
+    wanted=st.lists(scripts(), min_size=1, max_size=5),
+    most=st.integers(1, 12),
+    run_ahead=st.booleans(),
+)
+def test_threads_rest_beyond_the_time_but_no_reader_waits(
+    model_dir: Path, wanted: list[tuple[Script, list[int]]], most: int, run_ahead: bool
+) -> None:
+    engine = paced_engine(model_dir, MostTokens(most), run_ahead=run_ahead)
+    for number, (script, _) in enumerate(wanted):
+        engine.add(f"r{number}", [1000 + number] * 5, script, arrival_time=float(number))
+    scheduler = engine.scheduler
+    schedule = scheduler.schedule
+
+    def checked(throttle_prefills: bool = False) -> SchedulerOutput:
+        running = [each.request_id for each in scheduler.running]
+        first = {group.root_id: first_thread(group) for group in scheduler.threads.groups}
+        step = schedule(throttle_prefills)
+        rows = [name for name in running if name in step.num_scheduled_tokens]
+        # A resting thread keeps its place.
+        assert [each.request_id for each in scheduler.running if each.request_id in running] == [
+            name for name in running if name in scheduler.requests
+        ]
+        readers = {name for name in first.values() if name in running}
+        assert run_ahead or readers <= set(rows)
+        if not scheduler.pacing.is_overloaded:
+            assert len(rows) <= max(most, len(first))
+        return step
+
+    scheduler.schedule = checked  # type: ignore[method-assign]
+    engine.run()
+
+    for number, (_, text) in enumerate(wanted):
+        assert engine.texts[f"r{number}"] == text
+    engine.assert_nothing_is_left()
+
+
+def test_a_prompt_is_computed_in_chunks_beside_the_rows(model_dir: Path) -> None:
+    engine = paced_engine(model_dir, MostTokens(20))
+    engine.add("old", [7] * 5, {"": [*range(20, 80), 3]})
+    for _ in range(5):
+        engine.step()
+    engine.add("new", [8] * 90, {"": [100, 3]}, arrival_time=1.0)
+
+    steps = 0
+    while not engine.texts["new"]:
+        before = len(engine.texts["old"])
+        engine.step()
+        steps += 1
+        assert len(engine.texts["old"]) == before + 1
+
+    # 16 tokens a step, as 20 less the row has no room for 32.
+    assert steps == 6
+
+
+def test_a_prompt_that_is_due_is_computed_at_once(model_dir: Path) -> None:
+    engine = paced_engine(model_dir, MostTokens(20, first_token_s=0.0))
+    engine.add("old", [7] * 5, {"": [*range(20, 80), 3]})
+    for _ in range(5):
+        engine.step()
+    engine.add("new", [8] * 90, {"": [100, 3]}, arrival_time=1.0)
+
+    engine.step()
+
+    assert engine.texts["new"] == [100]
+
+
+@given(
+    st.lists(st.builds(Prompt, st.integers(1, 500), st.floats(0.0, 2.0)), max_size=6),
+    st.integers(0, 600),
+    st.floats(0.001, 0.1),
+)
+def test_chunks_complete_every_prompt_when_it_is_due(
+    prompts: list[Prompt], most: int, step_s: float
+) -> None:
+    chunk = chunk_tokens(prompts, lambda tokens: tokens <= most, step_s)
+
+    total = sum(prompt.tokens for prompt in prompts)
+    if chunk is None:
+        assert total <= most
+        return
+    assert chunk > 0
+    assert chunk >= most - most % 16
+    before = 0
+    for prompt in prompts:
+        before += prompt.tokens
+        assert chunk * max(1.0, prompt.due_s // step_s) >= before

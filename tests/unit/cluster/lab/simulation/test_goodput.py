@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from apar_core.errors import EvaluationError
+from cluster.lab.experiments.parts import PartStore
+from cluster.lab.simulation import goodput
+from cluster.lab.simulation.goodput import (
+    GoodputSettings,
+    Objective,
+    Search,
+    find_goodput,
+    goodput_report,
+    parse_objective,
+    rate_bound,
+    search_rates,
+    searches_of,
+)
+from cluster.lab.simulation.runs import NO_FORKS
+from cluster.lab.simulation.workload import RecordedData
+from tests.unit.cluster.lab.simulation.test_cluster import DATA, SETTINGS
+
+STRICT, LOOSE = "ttft=1s,tpot=1.5x", "ttft=2s,tpot=3x"
+FORKS_ONLY = "ttft=1s,tpot=0.8x"
+BASE = replace(SETTINGS, replicas=(1,), rates=(), concurrency=64)
+POISSON = RecordedData([each for each in DATA.answers if len(each.threads) > 1], None)
+
+
+def settings_of(*slos: str, methods: tuple[str, ...] = (NO_FORKS, "eager")) -> GoodputSettings:
+    return GoodputSettings(BASE, slos, methods, requests=120)
+
+
+def started(_stage: str, _total: int) -> Callable[[], None]:
+    return lambda: None
+
+
+def test_limits_are_times_or_multiples_of_a_step() -> None:
+    assert parse_objective("ttft=1s, tpot=1.5x", 0.02) == Objective(
+        "ttft=1s, tpot=1.5x", {"ttft": 1.0, "tpot": 0.03}
+    )
+    assert parse_objective("e2e=300ms", 0.02).limits == {"e2e": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("latency=1s", "'latency' is unknown"),
+        ("ttft=1s,ttft=2s", "repeated"),
+        ("ttft=fast", "'fast' is neither a time"),
+        ("tpot=-1x", "above 0"),
+        ("tpot=nanx", "above 0"),
+        ("", "no limit"),
+    ],
+)
+def test_a_wrong_slo_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(EvaluationError, match=problem):
+        parse_objective(text, 0.02)
+
+
+def test_the_adaptive_policy_needs_a_time_per_token() -> None:
+    with pytest.raises(EvaluationError, match="adaptive policy needs a limit on tpot"):
+        searches_of(settings_of("e2e=1s", methods=("adaptive",)))
+
+    searches = searches_of(settings_of(STRICT, "ttft=3s,tpot=1.5x", LOOSE, methods=("adaptive",)))
+    assert [search.slos for search in searches] == [(STRICT, "ttft=3s,tpot=1.5x"), (LOOSE,)]
+
+
+@pytest.mark.parametrize("method", [NO_FORKS, "eager"])
+def test_the_highest_rate_meets_the_slo_and_no_rate_exceeds_the_bound(method: str) -> None:
+    settings = settings_of(STRICT, FORKS_ONLY)
+
+    runs = search_rates(settings, POISSON, Search(method, settings.slos), capacity=60.0)
+
+    for slo in settings.objectives:
+        within = [run for run in runs if run.shares[slo.text] >= settings.share]
+        if method == NO_FORKS and slo.text == FORKS_ONLY:
+            assert within == []
+            continue
+        best = max(within, key=lambda run: run.place)
+        following = [run for run in runs if run.place == best.place + 1]
+        assert all(run.shares[slo.text] < settings.share for run in following)
+        requests = POISSON.workload(0).requests([(100.0, 10.0)], forked=method != NO_FORKS)
+        bound = rate_bound(settings, requests, slo)
+        assert bound is not None
+        assert best.rate <= 1.05 * bound
+
+
+def test_finished_searches_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {
+        "prompt": "Give me 3 tips.",
+        "response": "1. Sleep: go to bed early every day.\n2. Eat: cook with vegetables.\n"
+        "3. Walk: take the stairs whenever you can.",
+        "category": "list",
+    }
+    trace.write_text(json.dumps(line) + "\n")
+    settings = replace(settings_of(LOOSE), base=replace(BASE, traces=(trace,)), requests=50)
+
+    def find() -> list[goodput.Goodput]:
+        return find_goodput(settings, PartStore(tmp_path, settings.as_text()), 1, started)
+
+    first = find()
+    monkeypatch.setattr(goodput, "run_rate", None)
+    second = find()
+
+    assert first == second
+    assert all(each.rate > 0 for each in first)
+    report = goodput_report(settings, second)
+    table = report.tables[0]
+    assert table.rows[0][0] == LOOSE
+    assert table.rows[0][1] == first[0].rate
+    assert table.rows[0][-1] == first[1].bound
+    other = replace(settings, share=0.5)
+    with pytest.raises(EvaluationError, match="share"):
+        PartStore(tmp_path, other.as_text())
