@@ -111,9 +111,18 @@ def prepare(
         typer.Option(
             min=0,
             help="Number of queries to keep out of training, with their answers, in "
-            "held_out.jsonl: for `apar evaluate --prompts` or --replay, and --trace elsewhere.",
+            "held_out.jsonl: for `apar evaluate --prompts` or --replay, and --trace elsewhere. "
+            "They are first questions whose answers fork, as in the paper's test set.",
         ),
     ] = 0,
+    hold_out_mixed: Annotated[
+        bool,
+        typer.Option(
+            "--hold-out-mixed",
+            help="Hold out first questions of all answers in their natural mix, as "
+            "`apar evaluate forks` needs.",
+        ),
+    ] = False,
     seed: Seed = 0,
     question_file: Annotated[
         list[Path] | None,
@@ -149,6 +158,7 @@ def prepare(
         structured=structured or None,
         unstructured=unstructured or None,
         hold_out=hold_out,
+        hold_out_mixed=hold_out_mixed,
         seed=seed,
         strict=strict,
         overwrite=overwrite,
@@ -258,8 +268,9 @@ def _print_report(report: PreparationReport, out: Path) -> bool:
         console.print(line, highlight=False)
     if report.held_out.wanted is not None:
         console.print(
-            f"held out: {report.held_out.written} queries of {report.held_out.wanted} wanted; "
-            f"{report.num_near_held_out} other examples share their conversation or query",
+            f"held out: {report.held_out.written} queries of {report.held_out.wanted} wanted, from "
+            f"{report.held_out.found} candidates; {report.num_near_held_out} other examples share "
+            "their conversation or query",
             highlight=False,
         )
     if report.context_length is None:

@@ -70,6 +70,9 @@ class PreparationSettings(BaseModel):
     structured: PositiveInt | None = Field(16_000, description="Sample size; all if None.")
     unstructured: PositiveInt | None = Field(9_000, description="Sample size; all if None.")
     hold_out: NonNegativeInt = Field(0, description="Number of queries held out of training.")
+    hold_out_mixed: bool = Field(
+        False, description="Hold out the natural mix of queries, not only those that fork."
+    )
     seed: NonNegativeInt = 0
     strict: bool = Field(False, description="Stop at the first unusable item.")
     overwrite: bool = Field(False, description="Replace the files of an earlier run.")
@@ -291,7 +294,9 @@ def prepare(
         hold_out: HoldOut | None = None
         if settings.hold_out:
             spool = spools.enter_context((folder / "all.spool").open("w+b"))
-            hold_out = HoldOut(spool, settings.hold_out, settings.seed)
+            hold_out = HoldOut(
+                spool, settings.hold_out, settings.seed, mixed=settings.hold_out_mixed
+            )
 
         def keep(answer: PreparedAnswer) -> None:
             is_structured = answer.kind != "unstructured"
@@ -312,7 +317,7 @@ def prepare(
         if report.num_answers == 0:
             return report
         if hold_out is not None:
-            report.held_out.found = hold_out.num_candidates
+            report.held_out.found = len(hold_out.candidates)
             report.held_out.wanted = settings.hold_out
             report.held_out.written, left = hold_out.draw(folder / HELD_OUT_FILE)
             report.num_near_held_out = report.num_answers - report.held_out.written - len(left)
