@@ -104,6 +104,17 @@ def test_each_answer_is_an_example_with_the_turns_before_it(tmp_path: Path) -> N
     assert saved["training_ratio"] == "1:1"
 
 
+def test_answers_and_chats_with_lists_are_counted_whether_they_fork_or_not(tmp_path: Path) -> None:
+    bullets = "- one\n- two\n- three"
+    chats = [chat("q", LIST, "r", "Short."), chat("q", bullets, "r", LIST), chat("q", "Short.")]
+    source = write_lines(tmp_path / "chats.jsonl", *chats, chat("q", " "))
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert (report.num_items, report.num_chats, report.num_listed_chats) == (4, 3, 2)
+    assert (report.num_answers, report.num_listed_answers) == (5, 3)
+
+
 def test_an_array_gives_the_same_examples_as_lines(tmp_path: Path) -> None:
     items = [chat("q", LIST), chat("q"), chat("q", "Short.")]
     lines = write_lines(tmp_path / "chats.jsonl", *items)
