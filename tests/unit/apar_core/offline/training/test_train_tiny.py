@@ -64,7 +64,7 @@ def test_steps_of_the_corpus_count_trees_only() -> None:
     recipe = TrainingRecipe(batch_size=4, num_steps=1, learning_rate=1.0, batch_unit="sequences")
 
     with pytest.raises(TrainingError, match="batch_unit: steps of the embedded model count trees"):
-        CorpusTrees({}, "", 0, recipe, PacksNothing(), 1)
+        CorpusTrees((), "", 0, recipe, PacksNothing(), 1)
 
 
 def test_digits_are_separate_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
