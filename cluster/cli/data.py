@@ -26,6 +26,8 @@ from cluster.cli.options import (
     MODEL_HELP,
     RESUMABLE,
     Concurrency,
+    LeastParagraphForks,
+    LeastParagraphs,
     ModelName,
     PointsWithoutColon,
     Retries,
@@ -111,9 +113,18 @@ def prepare(
         typer.Option(
             min=0,
             help="Number of queries to keep out of training, with their answers, in "
-            "held_out.jsonl: for `apar evaluate --prompts` or --replay, and --trace elsewhere.",
+            "held_out.jsonl: for `apar evaluate --prompts` or --replay, and --trace elsewhere. "
+            "They are first questions whose answers fork, as in the paper's test set.",
         ),
     ] = 0,
+    hold_out_mixed: Annotated[
+        bool,
+        typer.Option(
+            "--hold-out-mixed",
+            help="Hold out first questions of all answers in their natural mix, as "
+            "`apar evaluate forks` needs.",
+        ),
+    ] = False,
     seed: Seed = 0,
     question_file: Annotated[
         list[Path] | None,
@@ -125,6 +136,8 @@ def prepare(
     ] = None,
     unordered_lists: UnorderedLists = False,
     points_without_colon: PointsWithoutColon = False,
+    least_paragraphs: LeastParagraphs = 2,
+    least_paragraph_forks: LeastParagraphForks = 1,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first item that cannot be used.")
     ] = False,
@@ -149,11 +162,15 @@ def prepare(
         structured=structured or None,
         unstructured=unstructured or None,
         hold_out=hold_out,
+        hold_out_mixed=hold_out_mixed,
         seed=seed,
         strict=strict,
         overwrite=overwrite,
         rules=StructureRules(
-            unordered_lists=unordered_lists, points_without_colon=points_without_colon
+            unordered_lists=unordered_lists,
+            points_without_colon=points_without_colon,
+            least_paragraphs=least_paragraphs,
+            least_paragraph_forks=least_paragraph_forks,
         ),
         questions=tuple(question_file or ()),
     )
@@ -237,6 +254,7 @@ class _ReadingLog:
 def _print_report(report: PreparationReport, out: Path) -> bool:
     """Print the report; return whether every file was read to its end and an answer was usable."""
     from apar_core.offline.data.sources import DAMAGED_ARRAY
+    from apar_core.offline.evaluation.paper_figures import LISTED_ANSWERS, LISTED_CHATS
 
     console = Console()
     table = Table("", "answers", "share", title=f"{report.num_items} items read")
@@ -245,6 +263,16 @@ def _print_report(report: PreparationReport, out: Path) -> bool:
     for reason, count in report.unstructured_reasons.most_common():
         table.add_row(f"  unstructured: {reason}", str(count), f"{count / report.num_answers:.1%}")
     console.print(table)
+    if report.num_answers:
+        listed = report.num_listed_answers / report.num_answers
+        chats = report.num_listed_chats / report.num_chats
+        console.print(
+            f"lists, ordered or not: in {listed:.1%} of the answers (the paper's ShareGPT: "
+            f"{LISTED_ANSWERS:.0%}), in {report.num_listed_chats} of {report.num_chats} chats, "
+            f"{chats:.1%} ({LISTED_CHATS:.0%})",
+            highlight=False,
+            soft_wrap=True,
+        )
     if report.refusals:
         refused = Table("refused", "number", "first place")
         first = {refusal.reason: refusal for refusal in reversed(report.refusal_examples)}
@@ -258,8 +286,9 @@ def _print_report(report: PreparationReport, out: Path) -> bool:
         console.print(line, highlight=False)
     if report.held_out.wanted is not None:
         console.print(
-            f"held out: {report.held_out.written} queries of {report.held_out.wanted} wanted; "
-            f"{report.num_near_held_out} other examples share their conversation or query",
+            f"held out: {report.held_out.written} queries of {report.held_out.wanted} wanted, from "
+            f"{report.held_out.found} candidates; {report.num_near_held_out} other examples share "
+            "their conversation or query",
             highlight=False,
         )
     if report.context_length is None:

@@ -20,6 +20,8 @@ from cluster.cli.options import (
     Concurrency,
     Device,
     Dtype,
+    LeastParagraphForks,
+    LeastParagraphs,
     MaxTokens,
     MedusaHeads,
     Model,
@@ -192,6 +194,8 @@ def forks(
     ] = 0.0,
     unordered_lists: UnorderedLists = False,
     points_without_colon: PointsWithoutColon = False,
+    least_paragraphs: LeastParagraphs = 2,
+    least_paragraph_forks: LeastParagraphForks = 1,
     seed: Seed = 0,
     requests: Annotated[
         CommaList[int],
@@ -206,9 +210,9 @@ def forks(
 ) -> None:
     """Measure where a model forks, how good forked answers are, and how much faster they come.
 
-    Forks are compared with the rules of the paper's appendix B: give the same --unordered-lists and
-    --points-without-colon as to `apar data prepare`. Prompts with recorded answers, such
-    as held_out.jsonl of `apar data prepare`, show the model's choices within these too. Speed is
+    Forks are compared with the rules of the paper's appendix B: give the same options for them
+    as to `apar data prepare`. Prompts with recorded answers, such as held_out.jsonl of
+    `apar data prepare --hold-out-mixed`, show the model's choices within these too. Speed is
     that of vLLM with the same answers, forked and in one thread. An interrupted run continues with
     the same command and --out. Examples:
 
@@ -235,7 +239,10 @@ def forks(
             max_tokens=max_tokens,
             temperature=temperature,
             rules=StructureRules(
-                unordered_lists=unordered_lists, points_without_colon=points_without_colon
+                unordered_lists=unordered_lists,
+                points_without_colon=points_without_colon,
+                least_paragraphs=least_paragraphs,
+                least_paragraph_forks=least_paragraph_forks,
             ),
             seed=seed,
             requests=tuple(dict.fromkeys(requests)),

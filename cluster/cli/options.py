@@ -110,6 +110,19 @@ PointsWithoutColon = Annotated[
         "an emphasised heading.",
     ),
 ]
+LeastParagraphs = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Fewest paragraphs of an answer that forks in them; 3 in the authors' code."
+    ),
+]
+LeastParagraphForks = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Fewest forks of an answer that forks in paragraphs; 3 in the authors' code.",
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 MaxTokens = Annotated[
     int, typer.Option(min=1, help="Limit on generated tokens per answer, all threads together.")

@@ -108,7 +108,9 @@ def planned_stages(
     # All examples are kept: the recipe draws among them.
     prepared = (
         *("data", "prepare", *map(str, chats), "--model", model),
-        *("--context-length", str(settings.context_length), "--hold-out", str(settings.hold_out)),
+        # The evaluation also asks what should not fork.
+        *("--hold-out", str(settings.hold_out), "--hold-out-mixed"),
+        *("--context-length", str(settings.context_length)),
         *("--structured", "0", "--unstructured", "0", "--overwrite", *template, *seed),
         *("--format", settings.parallel_format, "--points-without-colon"),
         *("--out", str(out / DATA)),

@@ -51,7 +51,7 @@ from apar_core.offline.data.sources import (
     read_items,
     source_files,
 )
-from apar_core.offline.data.structure import StructureRules, extract_tree, split_thought
+from apar_core.offline.data.structure import StructureRules, extract_tree, has_list, split_thought
 
 REPORT_FILE = "report.json"
 MAX_REFUSAL_EXAMPLES = 10
@@ -70,6 +70,9 @@ class PreparationSettings(BaseModel):
     structured: PositiveInt | None = Field(16_000, description="Sample size; all if None.")
     unstructured: PositiveInt | None = Field(9_000, description="Sample size; all if None.")
     hold_out: NonNegativeInt = Field(0, description="Number of queries held out of training.")
+    hold_out_mixed: bool = Field(
+        False, description="Hold out the natural mix of queries, not only those that fork."
+    )
     seed: NonNegativeInt = 0
     strict: bool = Field(False, description="Stop at the first unusable item.")
     overwrite: bool = Field(False, description="Replace the files of an earlier run.")
@@ -117,6 +120,11 @@ class PreparationReport(BaseModel):
         0, description="Examples dropped: they share conversation or query with a held-out query."
     )
     num_answers: int = 0
+    num_listed_answers: int = Field(
+        0, description="Of these, answers with an ordered or unordered list, forked or not."
+    )
+    num_chats: int = Field(0, description="Items of which an answer became an example.")
+    num_listed_chats: int = Field(0, description="Of these, items of which an answer has a list.")
     num_forks: int = 0
     kinds: Counter[str] = Field(default_factory=Counter)
     unstructured_reasons: Counter[str] = Field(default_factory=Counter)
@@ -135,6 +143,7 @@ class PreparationReport(BaseModel):
     def add_answer(self, answer: PreparedAnswer) -> None:
         """Count an answer that became an example."""
         self.num_answers += 1
+        self.num_listed_answers += answer.has_list
         self.num_forks += answer.num_forks
         self.kinds[answer.kind] += 1
         if answer.reason is not None:
@@ -167,6 +176,7 @@ class PreparedAnswer:
     kind: str
     reason: str | None
     num_forks: int
+    has_list: bool
     conversation: str
     queries: frozenset[bytes]
     opens: bool
@@ -241,6 +251,7 @@ class ItemPreparation:
             extracted.kind,
             extracted.reason,
             count_forks(extracted.tree),
+            has_list(split_thought(answer).answer),
             conversation,
             query_sums(messages),
             opens=turn == 1,
@@ -291,7 +302,9 @@ def prepare(
         hold_out: HoldOut | None = None
         if settings.hold_out:
             spool = spools.enter_context((folder / "all.spool").open("w+b"))
-            hold_out = HoldOut(spool, settings.hold_out, settings.seed)
+            hold_out = HoldOut(
+                spool, settings.hold_out, settings.seed, mixed=settings.hold_out_mixed
+            )
 
         def keep(answer: PreparedAnswer) -> None:
             is_structured = answer.kind != "unstructured"
@@ -312,7 +325,7 @@ def prepare(
         if report.num_answers == 0:
             return report
         if hold_out is not None:
-            report.held_out.found = hold_out.num_candidates
+            report.held_out.found = len(hold_out.candidates)
             report.held_out.wanted = settings.hold_out
             report.held_out.written, left = hold_out.draw(folder / HELD_OUT_FILE)
             report.num_near_held_out = report.num_answers - report.held_out.written - len(left)
@@ -358,6 +371,7 @@ def _collect(
     strict: bool,
 ) -> None:
     report.num_items += 1
+    answers, listed = report.num_answers, report.num_listed_answers
     for outcome in outcomes:
         if isinstance(outcome, Refusal):
             if strict:
@@ -370,6 +384,8 @@ def _collect(
         else:
             report.add_answer(outcome)
             keep(outcome)
+    report.num_chats += report.num_answers > answers
+    report.num_listed_chats += report.num_listed_answers > listed
 
 
 def _outcomes(

@@ -1,7 +1,8 @@
 """Sampling of prepared examples: uniform samples of a stream, and queries held out of training.
 
-A held-out query is the first question of a conversation together with its recorded answer. The rest
-of its conversation is left out of training, and so is every example with the same user message.
+A held-out query is the first question of a conversation together with its recorded answer. As in
+the paper's APAR test set, the answer forks, unless the natural mix is held out. The rest of its
+conversation is left out of training, and so is every example with the same user message.
 """
 
 from __future__ import annotations
@@ -107,17 +108,21 @@ class HoldOut:
     The draw depends only on the seed and the order of the examples.
     """
 
-    def __init__(self, spool: IO[bytes], wanted: int, seed: int) -> None:
+    def __init__(self, spool: IO[bytes], wanted: int, seed: int, *, mixed: bool) -> None:
+        """Hold out queries whose answers fork, or the natural mix of all."""
         self._spool = spool
         self._wanted = wanted
+        self._mixed = mixed
         self._random = random.Random(f"{seed} {HELD_OUT_FILE}")
         self._entries: list[SpooledExample] = []
         self._num_bytes = 0
 
     @property
-    def num_candidates(self) -> int:
-        """Number of first questions of conversations."""
-        return sum(entry.opens for entry in self._entries)
+    def candidates(self) -> list[SpooledExample]:
+        """First questions of conversations that may be held out."""
+        return [
+            entry for entry in self._entries if entry.opens and (self._mixed or entry.is_structured)
+        ]
 
     def add(
         self,
@@ -138,7 +143,7 @@ class HoldOut:
 
     def draw(self, path: Path) -> tuple[int, list[SpooledExample]]:
         """Write the held-out queries; return their number and the examples left for training."""
-        candidates = [entry for entry in self._entries if entry.opens]
+        candidates = self.candidates
         self._random.shuffle(candidates)
         conversations: set[str] = set()
         queries: set[bytes] = set()

@@ -9,7 +9,7 @@ a sentence, nor is "Sure!". A line that introduces a list is a root. Dates, "24/
 1/6 are not mathematics. The thought of a reasoning model is not split into threads; it stays at the
 start of the root thread.
 
-`StructureRules` chooses rules that the paper does not have.
+`StructureRules` chooses rules that the paper does not have, and thresholds of the authors' code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.data.sentences import first_sentence_end
@@ -32,7 +32,6 @@ THOUGHT_CLOSING = "</think>"
 
 _MIN_POINTS = 3
 _MIN_CONTENT_CHARACTERS = 10
-_MIN_PARAGRAPHS = 2
 
 
 class StructureRules(BaseModel):
@@ -48,11 +47,21 @@ class StructureRules(BaseModel):
         description="Also fork at numbered points without a colon: after a dash, the first "
         "sentence, or an emphasised heading.",
     )
+    least_paragraphs: PositiveInt = Field(
+        2, description="Fewest paragraphs of an answer that forks in them; 3 in the authors' code."
+    )
+    least_paragraph_forks: PositiveInt = Field(
+        1, description="Fewest forks of such an answer; 3 in the authors' code."
+    )
 
     @property
     def name(self) -> str:
         """Description for reports."""
-        added = [name.replace("_", " ") for name, is_set in self if is_set]
+        added = [
+            name.replace("_", " ") + ("" if value is True else f" {value}")
+            for name, value in self
+            if value != type(self).model_fields[name].default
+        ]
         return ", ".join(["appendix B of the paper", *added])
 
 
@@ -94,7 +103,7 @@ def _extract_answer(answer: str, rules: StructureRules) -> ExtractedAnswer:
         details = _unordered_details(answer)
         if details is not None:
             return ExtractedAnswer("unordered_list", _tree_of_details(answer, details), None)
-    details = _paragraph_details(answer)
+    details = _paragraph_details(answer, rules)
     if details is not None:
         return ExtractedAnswer("paragraphs", _tree_of_details(answer, details), None)
     return ExtractedAnswer("unstructured", ParagraphRecord(answer), "no structure")
@@ -385,12 +394,24 @@ def _unordered_details(answer: str) -> list[_Detail] | None:
     return None
 
 
-def _bullet_details(answer: str) -> list[_Detail]:
+def has_list(answer: str) -> bool:
+    """Return whether the answer has an ordered or unordered list of at least three points.
+
+    For the shares of the paper's section 2.1, which asks neither for colons nor for prose.
+    """
+    return len(_outermost_bullets(answer)) >= _MIN_POINTS or any(
+        len(points) >= _MIN_POINTS for points in _lists(answer)
+    )
+
+
+def _outermost_bullets(answer: str) -> list[re.Match[str]]:
     bullets = list(_BULLET.finditer(answer))
-    if not bullets:
-        return []
-    outermost = min(len(bullet["indent"].expandtabs(4)) for bullet in bullets)
-    bullets = [b for b in bullets if len(b["indent"].expandtabs(4)) <= outermost + 1]
+    outermost = min((len(bullet["indent"].expandtabs(4)) for bullet in bullets), default=0)
+    return [b for b in bullets if len(b["indent"].expandtabs(4)) <= outermost + 1]
+
+
+def _bullet_details(answer: str) -> list[_Detail]:
+    bullets = _outermost_bullets(answer)
     details: list[_Detail] = []
     for index, bullet in enumerate(bullets):
         end = bullets[index + 1].start() if index + 1 < len(bullets) else len(answer)
@@ -431,21 +452,21 @@ _INTERJECTION = re.compile(
 )
 
 
-def _paragraph_details(answer: str) -> list[_Detail] | None:
-    """Return what follows each paragraph's first sentence; None if there are too few paragraphs.
+def _paragraph_details(answer: str, rules: StructureRules) -> list[_Detail] | None:
+    """Return what follows each paragraph's first sentence; None if there are too few of them.
 
     Paragraphs of one sentence are skipped. Lines that introduce a list are a root whatever they end
     with, and "Sure!" is only a root together with the next sentence.
     """
     spans = list(_paragraph_spans(answer))
-    if len(spans) < _MIN_PARAGRAPHS:
+    if len(spans) < rules.least_paragraphs:
         return None
     details = [
         detail
         for start, end in spans
         if (detail := _paragraph_detail(answer, start, end)) is not None
     ]
-    return details or None
+    return details if len(details) >= rules.least_paragraph_forks else None
 
 
 def _paragraph_spans(answer: str) -> Iterator[tuple[int, int]]:

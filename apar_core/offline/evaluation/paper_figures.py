@@ -1,4 +1,4 @@
-"""Results that the paper reports: APAR (arXiv 2401.06761), tables 1 to 4 and 7 to 16.
+"""Results that the paper reports: APAR (arXiv 2401.06761), tables 1 to 4 and 7 to 16, section 2.1.
 
 A-7B and A-13B are its APAR models, O-7B and O-13B the original models.
 """
@@ -10,6 +10,9 @@ from collections.abc import Mapping
 
 MEAN = "Mean"
 MEAN_ACCELERATED = "Mean(>1%)"
+
+LISTED_ANSWERS, LISTED_CHATS = 0.32, 0.58
+"""Shares of ShareGPT's answers, and of its chats, with an ordered or unordered list."""
 
 PaperRows = Mapping[str, tuple[float, ...]]
 """Values of each category, under the paper's names."""

@@ -38,6 +38,11 @@ class PackedTree:
     segments: Sequence[int]
     segment_parents: Sequence[int | None]
 
+    @property
+    def num_sequences(self) -> int:
+        """Number of ordinary sequences with the same paths, one per thread."""
+        return len(self.segment_parents) - len({*self.segment_parents} - {None})
+
 
 @dataclass
 class _Row:

@@ -77,6 +77,12 @@ class TrainingRecipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch_size: PositiveInt = Field(description="Trees per step, over all GPUs.")
+    batch_unit: Literal["trees", "sequences"] = Field(
+        "trees",
+        description="What batch_size and structured_share count. The authors train on one sequence "
+        "per thread, and count these. A step then takes whole trees with at least batch_size "
+        "sequences.",
+    )
     micro_batch_size: PositiveInt = Field(
         1, description="Rows per forward pass and GPU; gradients are accumulated over the batch."
     )

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from apar_core.errors import TrainingError
 from apar_core.file_modes import share_weights
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import (
@@ -272,6 +273,10 @@ class CorpusTrees(IterableDataset[PackedTree]):
     recipe: TrainingRecipe
     encoder: PacksExamples
     num_processes: int
+
+    def __post_init__(self) -> None:
+        if self.recipe.batch_unit != "trees":
+            raise TrainingError("batch_unit: steps of the embedded model count trees")
 
     @property
     def rows(self) -> CorpusTrees:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,8 @@ def padded_rows(rows: Sequence[Sequence[PackedTree]], multiple: int) -> list[Seq
 def drawn_trees(groups: TreeGroups, recipe: TrainingRecipe) -> list[list[PackedTree]]:
     """Draw the trees of each step of a run, seeded by the recipe.
 
-    Each draw takes a structured tree with the recipe's probability. A group is drawn in random
+    Each draw takes a structured tree with the recipe's probability, which is lower if sequences are
+    counted, so that structured trees have this share of them. A group is drawn in random
     order without replacement, then shuffled again. Trees of a step are sorted by length to reduce
     padding, which does not change its gradient. Raises TrainingError if a group is needed but
     empty.
@@ -104,11 +106,22 @@ def drawn_trees(groups: TreeGroups, recipe: TrainingRecipe) -> list[list[PackedT
                 f"structured_share {recipe.structured_share} needs {name} examples, but there are "
                 "none"
             )
+    counts_trees = recipe.batch_unit == "trees"
+    share = recipe.structured_share
+    if not counts_trees and 0 < share < 1:
+        mean_sequences = [
+            statistics.fmean(tree.num_sequences for tree in group)
+            for group in (groups.structured, groups.unstructured)
+        ]
+        trees = share / mean_sequences[0], (1 - share) / mean_sequences[1]
+        share = trees[0] / sum(trees)
     steps = []
     for _ in range(recipe.num_steps):
-        batch = [
-            next(endless[rng.random() < recipe.structured_share]) for _ in range(recipe.batch_size)
-        ]
+        batch: list[PackedTree] = []
+        missing = recipe.batch_size
+        while missing > 0:
+            batch.append(next(endless[rng.random() < share]))
+            missing -= 1 if counts_trees else batch[-1].num_sequences
         steps.append(sorted(batch, key=_length))
     return steps
 

@@ -121,7 +121,7 @@ class _Run:
         # Heap by the time at which they reach the engine.
         self._delayed: list[tuple[float, int, str, Submission]] = []
         self._start_s = self._clock()
-        self._sampler = Sampler(sample_s, self._clock, self._has_pending)
+        self._sampler = Sampler(sample_s, self._clock, self._has_pending, self._num_running)
 
     def submit(self) -> None:
         """Submit questions up to the clients' limit."""
@@ -179,6 +179,10 @@ class _Run:
         if self._plan.is_closed_loop or self._num_coming > 0:
             return True
         return not self._first.isdisjoint(self._engine.waiting_requests())
+
+    def _num_running(self) -> int:
+        """Return the number of questions in the engine that have started."""
+        return self._num_clients - len(self._first & self._engine.waiting_requests())
 
     def _submit(self, client: _Client, submissions: Iterable[Submission]) -> list[str]:
         request_ids = []

@@ -23,10 +23,12 @@ from cluster.lab.experiments.tables import (
     Comparison,
     claim_table,
     comparisons,
+    concurrency_table,
     device_label,
     ratio_table,
     run_table,
     saving_table,
+    sentence_table,
 )
 from cluster.loadtest.trace import read_trace
 
@@ -96,6 +98,9 @@ def build_report(name: str, settings: ExperimentSettings, runs: Mapping[RunKey, 
         if name != PEERS:
             figures = [*found.get(FIGURE_5A, ()), *found.get(FIGURE_5B, ())]
             tables.append(claim_table(figures, settings))
+            said = sentence_table(figures, settings)
+            by_concurrency = concurrency_table(found.get(FIGURE_5A, ()), settings)
+            tables += [table for table in (said, by_concurrency) if table is not None]
         forking = [each for each in every if each.key.method != SEQUENTIAL]
         tables += [ratio_table(forking, settings), run_table(every, settings)]
     if TABLE_1 in parts:

@@ -97,6 +97,12 @@ class Run(BaseModel):
         return self.duration_s / self.steps
 
     @property
+    def running_requests(self) -> float | None:
+        """Mean number of requests being answered, in the steady-state samples."""
+        counts = [each.running for each in steady(self.samples) if each.running is not None]
+        return statistics.fmean(counts) if counts else None
+
+    @property
     def distinct_share(self) -> float | None:
         """Distinct KV blocks of a step, as a share of the blocks that all of its rows read."""
         return self.distinct_blocks / self.blocks if self.blocks and self.distinct_blocks else None

@@ -21,6 +21,7 @@ class Sample:
     at_s: end of the interval, since the start. tokens_per_s: generated text tokens per second.
     kv_tokens: token capacity of held blocks. rows: sequences per step.
     has_pending: whether a request was waiting at the end of the interval.
+    running: requests that had started and not ended then; None if not counted.
     """
 
     at_s: float
@@ -28,6 +29,7 @@ class Sample:
     kv_tokens: float
     rows: float
     has_pending: bool
+    running: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,15 @@ class Sampler:
     """Sums up steps into samples of at least `interval_s` seconds."""
 
     def __init__(
-        self, interval_s: float, now_s: Callable[[], float], has_pending: Callable[[], bool]
+        self,
+        interval_s: float,
+        now_s: Callable[[], float],
+        has_pending: Callable[[], bool],
+        num_running: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.samples: list[Sample] = []
         self._has_pending = has_pending
+        self._num_running = num_running
         self._interval_s = interval_s
         self._now_s = now_s
         self._start_s = self._opened_s = now_s()
@@ -106,4 +113,5 @@ class Sampler:
             kv_tokens=sums.kv_tokens / sums.steps,
             rows=sums.rows / sums.steps,
             has_pending=self._has_pending(),
+            running=self._num_running(),
         )

@@ -104,6 +104,17 @@ def test_each_answer_is_an_example_with_the_turns_before_it(tmp_path: Path) -> N
     assert saved["training_ratio"] == "1:1"
 
 
+def test_answers_and_chats_with_lists_are_counted_whether_they_fork_or_not(tmp_path: Path) -> None:
+    bullets = "- one\n- two\n- three"
+    chats = [chat("q", LIST, "r", "Short."), chat("q", bullets, "r", LIST), chat("q", "Short.")]
+    source = write_lines(tmp_path / "chats.jsonl", *chats, chat("q", " "))
+
+    report = prepare([source], tmp_path / "out", ALL)
+
+    assert (report.num_items, report.num_chats, report.num_listed_chats) == (4, 3, 2)
+    assert (report.num_answers, report.num_listed_answers) == (5, 3)
+
+
 def test_an_array_gives_the_same_examples_as_lines(tmp_path: Path) -> None:
     items = [chat("q", LIST), chat("q"), chat("q", "Short.")]
     lines = write_lines(tmp_path / "chats.jsonl", *items)
@@ -211,12 +222,32 @@ def test_held_out_queries_share_no_conversation_and_no_text_with_training(tmp_pa
 
 def test_numbered_items_are_not_parts_of_a_conversation(tmp_path: Path) -> None:
     for name in ("alpaca", "chatgpt", "Example", "ROWDATA", "long-name"):
-        items = [{"id": f"{name}_{n}", **chat(f"q{n}", "a")} for n in range(9)]
+        items = [{"id": f"{name}_{n}", **chat(f"q{n}", LIST)} for n in range(9)]
         source = write_lines(tmp_path / f"{name}.jsonl", *items)
 
         report = prepare([source], tmp_path / name, ALL.model_copy(update={"hold_out": 3}))
 
         assert (report.held_out.written, report.num_near_held_out) == (3, 0)
+
+
+@pytest.mark.parametrize(("mixed", "expected"), [(False, {"ordered_list"}), (True, None)])
+def test_held_out_first_questions_fork_unless_the_natural_mix_is_wanted(
+    tmp_path: Path, mixed: bool, expected: set[str] | None
+) -> None:
+    # Of four chats, one forks in its first answer and one in its second only.
+    answers = [(LIST, "Short."), ("Short.", LIST), ("Short.", "Short."), ("Short.", "Short.")]
+    items = [
+        chat(f"first {n}?", answers[n % 4][0], f"then {n}?", answers[n % 4][1]) for n in range(80)
+    ]
+    source = write_lines(tmp_path / "chats.jsonl", *items)
+    settings = ALL.model_copy(update={"hold_out": 30, "hold_out_mixed": mixed})
+
+    report = prepare([source], tmp_path / "out", settings)
+
+    held = [json.loads(line) for line in (tmp_path / "out" / HELD_OUT_FILE).open()]
+    assert all(line["prompt"].startswith("first") for line in held)
+    assert {line["category"] for line in held} == (expected or {"ordered_list", "unstructured"})
+    assert (report.held_out.found, report.held_out.written) == ((80, 30) if mixed else (20, 20))
 
 
 def test_held_out_queries_depend_only_on_the_seed(tmp_path: Path) -> None:

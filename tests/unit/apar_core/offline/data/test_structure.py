@@ -14,7 +14,7 @@ from apar_core.offline.data.records import (
     flat_text,
     thread_paragraphs,
 )
-from apar_core.offline.data.structure import StructureRules, ambiguity, extract_tree
+from apar_core.offline.data.structure import StructureRules, ambiguity, extract_tree, has_list
 from tests.fakes.examples import num_examples
 
 PAPER = StructureRules()
@@ -154,6 +154,44 @@ def test_an_answer_of_one_paragraph_is_unstructured() -> None:
     assert extract_tree("Cats sleep. They do it all day.").kind == "unstructured"
 
 
+@pytest.mark.parametrize(
+    ("rules", "forks_with"),
+    [
+        (PAPER, {"two of two", "two of three", "three of three"}),
+        (StructureRules(least_paragraphs=3), {"two of three", "three of three"}),
+        (StructureRules(least_paragraph_forks=2), {"two of two", "two of three", "three of three"}),
+        (StructureRules(least_paragraphs=3, least_paragraph_forks=3), {"three of three"}),
+    ],
+)
+def test_paragraphs_and_their_forks_have_thresholds(
+    rules: StructureRules, forks_with: set[str]
+) -> None:
+    whole, single = "Cats sleep. All day.", "Dogs run."
+    answers = {
+        "one of one": [whole],
+        "two of two": [whole] * 2,
+        "two of three": [whole, single, whole],
+        "three of three": [whole] * 3,
+    }
+
+    forking = {
+        name
+        for name, paragraphs in answers.items()
+        if extract_tree("\n\n".join(paragraphs), rules).kind == "paragraphs"
+    }
+
+    assert forking == forks_with
+    # Lists have thresholds of their own.
+    assert extract_tree(LIST, rules).kind == "ordered_list"
+
+
+def test_reports_name_the_rules_that_differ_from_the_papers() -> None:
+    rules = StructureRules(unordered_lists=True, least_paragraphs=3)
+
+    assert PAPER.name == "appendix B of the paper"
+    assert rules.name == "appendix B of the paper, unordered lists, least paragraphs 3"
+
+
 def test_a_line_that_introduces_a_list_is_a_root() -> None:
     answer = "Take these:\n- bread\n- cheese\n\nEnjoy."
 
@@ -198,6 +236,21 @@ def test_bullet_points_fork_only_with_the_option() -> None:
     assert count_forks(extract_tree(answer).tree) == 1
     assert extract_tree(answer, UNORDERED).kind == "unordered_list"
     assert forks(answer, UNORDERED)[1] == ("\n- Move:", " Walk a lot.")
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("1. a\n2. b\n3. c", True),
+        ("1. a\n2. b", False),
+        ("- a\n- b\n- c", True),
+        ("- a\n  - b\n  - c", False),
+        ("```\n* a\n* b\n* c\n```", True),
+        ("In 1. and 2. and 3. there is prose.", False),
+    ],
+)
+def test_three_points_or_bullets_at_one_level_are_a_list(answer: str, expected: bool) -> None:
+    assert has_list(answer) == expected
 
 
 def test_headings_with_lists_fork_only_with_the_option() -> None:

@@ -15,13 +15,18 @@ from safetensors.torch import load_file
 from torch.nn import Linear
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from apar_core.errors import TrainingError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.apar_tiny_threadweaver import checkpoint_path as joins_path
 from apar_core.offline.data.joined import MARKERS
+from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import Corpus
+from apar_core.offline.training.packing import PackedTree
 from apar_core.offline.training.pretrained import tree_tokens
+from apar_core.offline.training.recipe import TrainingRecipe
 from apar_core.offline.training.train_tiny import (
     SPECIAL_TOKENS,
+    CorpusTrees,
     TinyModelSettings,
     TinyTrainingSettings,
     TrainingPhase,
@@ -33,6 +38,12 @@ from apar_core.offline.training.train_tiny import (
 )
 from apar_core.offline.training.tree_trainer import StepReport
 from tests.fakes.examples import num_examples
+
+
+class PacksNothing:
+    def pack(self, example: ExampleRecord) -> PackedTree:
+        raise NotImplementedError
+
 
 TEXTS = ["Give me 12 tips, please.", "Give me tips for tea.", "More tips for tea."] * 3
 
@@ -47,6 +58,13 @@ def test_the_vocabulary_has_its_size_and_starts_with_the_special_tokens(
 ) -> None:
     assert len(tokenizer) <= 300
     assert tokenizer.convert_ids_to_tokens(list(range(len(SPECIAL_TOKENS)))) == [*SPECIAL_TOKENS]
+
+
+def test_steps_of_the_corpus_count_trees_only() -> None:
+    recipe = TrainingRecipe(batch_size=4, num_steps=1, learning_rate=1.0, batch_unit="sequences")
+
+    with pytest.raises(TrainingError, match="batch_unit: steps of the embedded model count trees"):
+        CorpusTrees((), "", 0, recipe, PacksNothing(), 1)
 
 
 def test_digits_are_separate_tokens(tokenizer: PreTrainedTokenizerFast) -> None:

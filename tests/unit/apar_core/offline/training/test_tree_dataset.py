@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from apar_core.errors import TrainingError
-from apar_core.offline.data.records import ParagraphRecord
+from apar_core.offline.data.records import ParagraphRecord, chain
 from apar_core.offline.training.packing import PackedTree
 from apar_core.offline.training.recipe import TrainingRecipe
 from apar_core.offline.training.tree_dataset import (
@@ -57,6 +57,24 @@ def test_draws_depend_only_on_the_seed_and_batches_are_sorted_by_length() -> Non
     assert draw(seed=1) != drawn
     batch = [len(row.token_ids) for row in drawn[:10]]
     assert batch == sorted(batch)
+
+
+def test_sequences_of_threads_count_instead_of_trees() -> None:
+    detail = ParagraphRecord("b")
+    forking = [
+        packed("a", chain([("b", detail)] * forks, closing="b")) for forks in (1, 2, 3, 8, 11)
+    ]
+    groups = TreeGroups(forking, GROUPS.unstructured)
+    recipe = TrainingRecipe(num_steps=200, batch_size=60, batch_unit="sequences", learning_rate=1.0)
+
+    steps = drawn_trees(groups, recipe)
+
+    assert [tree.num_sequences for tree in forking] == [2, 3, 4, 9, 12]
+    sizes = [[tree.num_sequences for tree in step] for step in steps]
+    # A step takes whole trees, so it has at most the threads of one tree more.
+    assert all(60 <= sum(step) < 72 for step in sizes)
+    threads = [size for step in sizes for size in step]
+    assert sum(size for size in threads if size > 1) / sum(threads) == pytest.approx(0.5, abs=0.03)
 
 
 def test_an_empty_group_is_refused_if_it_is_drawn_from() -> None:

@@ -76,7 +76,7 @@ def test_each_thread_is_a_row_and_each_token_is_learned_once(
 
     rows = written_out(tree, TOKENS)
 
-    assert len(rows) == 1 + count_forks(answer)
+    assert len(rows) == tree.num_sequences == 1 + count_forks(answer)
     assert Counter(target for row in rows for target in learned(row)) == Counter(learned(tree))
     assert all(list(row.positions) == list(range(len(row.token_ids))) for row in rows)
     assert all(row.segment_parents == [None] for row in rows)

@@ -26,6 +26,16 @@ def test_an_interval_holds_the_rate_and_the_means_of_its_steps() -> None:
     assert sampler.samples == [Sample(3.0, 2.0, 150.0, 3.0, True)]
 
 
+def test_running_requests_are_counted_at_the_end_of_an_interval() -> None:
+    clock, running = Clock(), [2, 5]
+    sampler = Sampler(1.0, clock, lambda: True, lambda: running.pop(0))
+    for _ in range(4):
+        clock.now_s += 0.5
+        sampler.add_step(tokens=1, kv_tokens=10, rows=1)
+
+    assert [each.running for each in sampler.samples] == [2, 5]
+
+
 def test_a_step_longer_than_the_interval_is_one_sample_of_its_own_length() -> None:
     clock = Clock()
     sampler = Sampler(1.0, clock, lambda: False)
