@@ -307,7 +307,10 @@ def _command(lines: list[str], name: str, command: Any, depth: int) -> None:
         lines += ["| Argument | Meaning |", "|---|---|"]
         for each in arguments:
             optional = "" if each.required else " (optional)"
-            lines.append(f"| `{each.name.upper()}`{optional} | {_cell(_plain(each.help or ''))} |")
+            meaning = _plain(each.help or "")
+            if isinstance(each.show_default, str):
+                meaning += f" Default: {each.show_default}."
+            lines.append(f"| `{each.name.upper()}`{optional} | {_cell(meaning)} |")
         lines.append("")
     if options:
         lines += ["| Option | Default | Meaning |", "|---|---|---|"]

@@ -156,7 +156,7 @@ def convert(
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
     console.print(
         f"\nConverted in {_minutes(records.seconds)}; model card: "
-        f"[bold]{escape(str(card))}[/bold]\nServe it with: [bold]apar serve --model "
+        f"[bold]{escape(str(card))}[/bold]\nServe it with: [bold]apar serve "
         f"{escape(str(out / MODEL))}[/bold]",
         soft_wrap=True,
         highlight=False,

@@ -58,11 +58,14 @@ Load = Callable[[], ClusterConfig]
 def serve(
     model: Annotated[
         str | None,
-        typer.Option(
+        typer.Argument(
             help=MODEL_HELP,
             show_default=f"the file's; without a file {APAR_SMOLLM2.name} if it is fetched, else "
             f"{DEFAULT_MODEL}",
         ),
+    ] = None,
+    model_option: Annotated[
+        str | None, typer.Option("--model", help="The same as the argument MODEL.")
     ] = None,
     port: Annotated[
         int | None,
@@ -119,12 +122,18 @@ def serve(
     embedded one before [bold]apar fetch[/bold]. [bold]apar config schema[/bold] describes the file.
     Examples:
 
-    [bold]apar serve --model ./my-checkpoint --replicas 2[/bold]
+    [bold]apar serve ./my-checkpoint --replicas 2[/bold]
 
-    [bold]apar serve --model Qwen/Qwen3-8B --parallel-format lists[/bold]
+    [bold]apar serve Qwen/Qwen3-8B --parallel-format lists[/bold]
 
     [bold]apar serve --config serve.yaml[/bold]
     """
+    if None not in (model, model_option) and model != model_option:
+        raise typer.BadParameter(
+            f"MODEL is {model} and --model is {model_option}; give one of them. "
+            "A file (--config) serves several models."
+        )
+    model = model or model_option
     overrides = {
         "port": port,
         "host": host,

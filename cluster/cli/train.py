@@ -52,7 +52,7 @@ def train(
 ) -> None:
     """Fine-tune a model to fork its answers, with the settings of table 5 of the APAR paper.
 
-    Writes a checkpoint for `apar serve --model OUT`. An interrupted run continues with the same
+    Writes a checkpoint for `apar serve OUT`. An interrupted run continues with the same
     options, --out and --resume. Examples:
 
     [bold]apar train --model lmsys/vicuna-7b-v1.3 --data out/data --out out/apar-7b[/bold]
@@ -211,7 +211,7 @@ def train_tiny(
 ) -> None:
     """Train the embedded model apar-tiny from scratch (16 minutes on 2 cores), or a variant of it.
 
-    Writes a checkpoint for `apar serve --model OUT`. The same seed, steps and CPU threads give
+    Writes a checkpoint for `apar serve OUT`. The same seed, steps and CPU threads give
     the same weights on the same machine. A recipe can have other sizes of the model. Examples:
 
     [bold]apar train-tiny --out out/apar-tiny[/bold]
