@@ -7,7 +7,7 @@ a folder named after the command and the date.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
+from apar_core.suggestions import did_you_mean
 from cluster.durations import format_duration, parse_duration
 from deployments.config.model import PRESETS
 
@@ -31,6 +32,11 @@ CONTEXT_LENGTH_HELP = "Leave out answers longer than this with their prompt (tok
 def wrong_value(option: str, problem: str) -> typer.BadParameter:
     """Return the error for an option whose value has a problem."""
     return typer.BadParameter(problem, param_hint=f"'{option}'")
+
+
+def none_of(name: str, known: Collection[str]) -> str:
+    """Return the problem of a name that is none of the known ones."""
+    return f"{name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}"
 
 
 def finite(value: float | None) -> float | None:
@@ -179,7 +185,7 @@ def list_option(
 
     def convert(text: str) -> Any:
         if choices and text not in choices:
-            raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
+            raise typer.BadParameter(none_of(text, choices))
         try:
             value = item(text)
         except ValueError as error:

@@ -29,6 +29,7 @@ from cluster.cli.options import (
     Seed,
     duration_option,
     list_option,
+    none_of,
     wrong_value,
 )
 from cluster.cli.terminal import clear_errors, print_table, stage_progress
@@ -251,9 +252,9 @@ def plan(
     if (rate is None) == (users is None):
         raise typer.BadParameter("give either --rate or --users")
     if attention not in ("ordinary", "family"):
-        raise wrong_value("--attention", f"{attention!r} is not one of ordinary, family")
+        raise wrong_value("--attention", none_of(attention, ("ordinary", "family")))
     if forks not in PROFILES:
-        raise wrong_value("--forks", f"{forks!r} is not one of {', '.join(PROFILES)}")
+        raise wrong_value("--forks", none_of(forks, PROFILES))
     if costs is not None and len(gpu) != 1:
         raise wrong_value("--costs", f"is for one GPU, and --gpu names {len(gpu)}")
     if kv_tokens is not None and len(gpu) != 1:

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from apar_core.errors import TrainingError
+from apar_core.suggestions import did_you_mean, did_you_mean_field
 from apar_core.yaml_files import load_yaml
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -232,7 +233,7 @@ def load_recipe(name_or_file: str, kind: type[RecipeT]) -> RecipeT:
         if not path.is_file():
             raise TrainingError(
                 f"recipe {name_or_file!r} is neither a file nor one of "
-                f"{', '.join(shipped_recipes())}"
+                f"{', '.join(shipped_recipes())}{did_you_mean(name_or_file, shipped_recipes())}"
             )
     try:
         return kind.model_validate(load_yaml(path.read_text(encoding="utf-8")))
@@ -241,6 +242,7 @@ def load_recipe(name_or_file: str, kind: type[RecipeT]) -> RecipeT:
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(str(part) for part in problem['loc']) or 'recipe'}: {problem['msg']}"
+            f"{did_you_mean_field(problem, kind)}"
             for problem in error.errors()
         )
         raise TrainingError(f"recipe {path}: {problems}") from error

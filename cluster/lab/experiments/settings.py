@@ -25,6 +25,7 @@ from apar_core.step_costs.files import read_costs
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import kv_tokens, step_costs
+from apar_core.suggestions import did_you_mean
 from cluster.lab.experiments.methods import ADAPTIVE, EAGER, METHODS, PEER_METHODS, SEQUENTIAL
 
 Engine = Literal["virtual", "real"]
@@ -135,7 +136,10 @@ class ExperimentSettings(BaseModel):
     def _check_methods(cls, methods: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         unknown = [method for method in methods if method not in METHODS]
         if unknown:
-            raise ValueError(f"unknown method {', '.join(unknown)}: known are {', '.join(METHODS)}")
+            raise ValueError(
+                f"unknown method {', '.join(unknown)}: known are {', '.join(METHODS)}"
+                f"{did_you_mean(unknown[0], METHODS)}"
+            )
         if SEQUENTIAL not in methods:
             raise ValueError(f"{SEQUENTIAL} must be among the methods: all are compared with it")
         if info.data.get("engine") == "real":
