@@ -29,6 +29,24 @@ BLOCK_SIZE_HELP = "Tokens per KV-cache block."
 CONTEXT_LENGTH_HELP = "Leave out answers longer than this with their prompt (tokens)."
 
 
+DECODERS = (
+    "plain", "vanilla_apar", "medusa", "medusa_apar", "ppd", "ppd_apar", "lookup", "lookup_apar",
+    "recycling", "recycling_apar",
+)  # fmt: skip
+
+
+def preset_names() -> list[str]:
+    """Return what a shell completes for a model; without a match it completes folders."""
+    return list(PRESETS)
+
+
+def recipe_names() -> list[str]:
+    """Return what a shell completes for a recipe."""
+    from apar_core.offline.training.recipe import shipped_recipes
+
+    return shipped_recipes()
+
+
 def wrong_value(option: str, problem: str) -> typer.BadParameter:
     """Return the error for an option whose value has a problem."""
     return typer.BadParameter(problem, param_hint=f"'{option}'")
@@ -46,7 +64,7 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+Model = Annotated[str, typer.Option(help=MODEL_HELP, autocompletion=preset_names)]
 ModelName = Annotated[
     str | None,
     typer.Option(help="Name of the model at --target."),
@@ -90,7 +108,10 @@ PassTimes = Annotated[
         dir_okay=False,
     ),
 ]
-Recipe = Annotated[str, typer.Option(help="Name of a built-in recipe, or a YAML file.")]
+Recipe = Annotated[
+    str,
+    typer.Option(help="Name of a built-in recipe, or a YAML file.", autocompletion=recipe_names),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")
 ]
@@ -200,7 +221,18 @@ def list_option(
             return value
         return CommaList(convert(part.strip()) for part in value.split(","))
 
-    return typer.Option(*names, parser=parse, metavar="A,B,...", help=help, show_default=default)
+    def complete(incomplete: str) -> list[str]:
+        before, comma, _ = incomplete.rpartition(",")
+        return [f"{before}{comma}{choice}" for choice in choices]
+
+    return typer.Option(
+        *names,
+        parser=parse,
+        metavar="A,B,...",
+        help=help,
+        show_default=default,
+        autocompletion=complete,
+    )
 
 
 def out_option(command: str, *, help: str = "Output folder.") -> Any:

@@ -30,6 +30,7 @@ from cluster.cli.options import (
     duration_option,
     list_option,
     none_of,
+    preset_names,
     wrong_value,
 )
 from cluster.cli.terminal import clear_errors, print_table, stage_progress
@@ -131,6 +132,7 @@ def plan(
         typer.Option(
             help=f"{MODEL_HELP} Or llama-7b, llama-13b, llama-3-8b, llama-3-70b or a config.json.",
             rich_help_panel=_MODEL,
+            autocompletion=preset_names,
         ),
     ] = "apar-7b",
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP, rich_help_panel=_MODEL)] = "auto",

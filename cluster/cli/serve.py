@@ -27,9 +27,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from apar_core.errors import AparError
+from apar_core.formats.shipped_formats import SHIPPED
 from apar_core.models.smollm2 import APAR_SMOLLM2
 from apar_core.whole_files import replace_file
-from cluster.cli.options import MODEL_HELP, Duration, duration_option
+from cluster.cli.options import MODEL_HELP, Duration, duration_option, preset_names
 from cluster.cli.terminal import clear_errors, fail
 from cluster.durations import format_duration
 from cluster.haproxy import haproxy_folder, replace_certificate
@@ -60,12 +61,16 @@ def serve(
         str | None,
         typer.Argument(
             help=MODEL_HELP,
+            autocompletion=preset_names,
             show_default=f"the file's; without a file {APAR_SMOLLM2.name} if it is fetched, else "
             f"{DEFAULT_MODEL}",
         ),
     ] = None,
     model_option: Annotated[
-        str | None, typer.Option("--model", help="The same as the argument MODEL.")
+        str | None,
+        typer.Option(
+            "--model", help="The same as the argument MODEL.", autocompletion=preset_names
+        ),
     ] = None,
     port: Annotated[
         int | None,
@@ -93,6 +98,7 @@ def serve(
         typer.Option(
             help="Name of the model's format; `lists` lets any instruct model fork, at the items "
             "of its lists.",
+            autocompletion=lambda: list(SHIPPED),
             show_default="recognised by the model's tokens",
         ),
     ] = None,

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import TextColumn
 
-from cluster.cli.options import Format, Model, Recipe, Resume, Seed, out_option
+from cluster.cli.options import Format, Model, Recipe, Resume, Seed, out_option, recipe_names
 from cluster.cli.terminal import clear_errors, step_bars
 from deployments.config.model import model_path
 
@@ -182,7 +182,8 @@ def train_tiny(
         typer.Option(
             help="Name of a built-in recipe, or a YAML file (default: apar-tiny; with --format "
             "apar-tiny-threadweaver, with --medusa apar-tiny-medusa, with --prompts "
-            "apar-tiny-prompts)."
+            "apar-tiny-prompts).",
+            autocompletion=recipe_names,
         ),
     ] = None,
     parallel_format: Annotated[

@@ -23,6 +23,7 @@ from tests.fakes.apar_command import run
         ("train --model m --data . --out OUT --recipe FILE", "did you mean batch_size?"),
         ("train --model m --data . --out OUT --recipe FILE", "lora.ranks: "),
         ("train --model m --data . --out OUT --recipe FILE", "did you mean rank?"),
+        ("data generate --model apar-tniy --out OUT", "did you mean apar-tiny?"),
         ("fetch smolm2-135m", "did you mean smollm2-135m?"),
         ("evaluate speed --decoders medsua --out OUT", "did you mean medusa?"),
         ("evaluate speed --prompts vicuna-bnch --out OUT", "did you mean vicuna-bench?"),
