@@ -24,7 +24,7 @@ from deployments.config.model import model_path
 if TYPE_CHECKING:
     from apar_core.offline.speculation.acceptance import AcceptanceTable
     from apar_core.offline.speculation.frozen_training import Trained
-    from apar_core.offline.training.train_tiny import TinyTrainingSettings
+    from apar_core.offline.training.recipe import TinyTrainingSettings
     from apar_core.offline.training.tree_trainer import OnStep, StepReport
 
 Weights = Literal["Medusa heads", "Prompt tokens"]

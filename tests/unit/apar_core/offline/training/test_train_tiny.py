@@ -20,11 +20,13 @@ from apar_core.models.apar_tiny_threadweaver import checkpoint_path as joins_pat
 from apar_core.offline.data.joined import MARKERS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.training.pretrained import tree_tokens
-from apar_core.offline.training.train_tiny import (
-    SPECIAL_TOKENS,
+from apar_core.offline.training.recipe import (
     TinyModelSettings,
     TinyTrainingSettings,
     TrainingPhase,
+)
+from apar_core.offline.training.train_tiny import (
+    SPECIAL_TOKENS,
     WeightAverage,
     tiny_recipe,
     train_tiny,
