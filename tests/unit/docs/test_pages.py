@@ -13,6 +13,14 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from apar_core.offline.training.recipe import (
+    LoraSettings,
+    MedusaRecipe,
+    PromptRecipe,
+    TinyModelSettings,
+    TinyTrainingSettings,
+    shipped_recipes,
+)
 from deployments.config import ClusterConfig
 from deployments.config.autoscaling import AutoscalingConfig
 from deployments.config.limits import LimitsConfig
@@ -56,6 +64,23 @@ def test_every_page_is_in_the_navigation() -> None:
     written = {page_of(file) for file in (ROOT / "docs").rglob("*.md")} | set(PAGES.values())
 
     assert listed == written - entries
+
+
+def test_the_recipe_reference_has_every_recipe_and_field() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    used = dict(re.findall(r"^\| `([\w-]+)` \| `(apar train.*?)` \|", page, re.MULTILINE))
+    fields = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", page, re.MULTILINE)
+
+    assert sorted(used) == shipped_recipes()
+    assert (used["convert"], used["medusa"], used["ppd"]) == (
+        "apar train", "apar train-medusa", "apar train-prompts"
+    )  # fmt: skip
+    assert used["apar-tiny-prompts"] == "apar train-tiny --prompts"
+    models = (PromptRecipe, MedusaRecipe, LoraSettings, TinyTrainingSettings, TinyModelSettings)
+    assert {field for model in models for field in model.model_fields} <= {
+        each for each, _ in fields
+    }
+    assert all(meaning for _, meaning in fields)
 
 
 def test_the_log_lists_every_entry() -> None:
