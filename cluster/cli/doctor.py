@@ -15,20 +15,22 @@ from typing import TYPE_CHECKING, Annotated
 import httpx
 import psutil
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from apar_core.engine.gpu_start import flashinfer_problem
 from apar_core.errors import CheckpointError, EngineError
-from apar_core.formats.resolved_format import shipped_format
-from apar_core.formats.shipped_formats import REFUSED
+from apar_core.formats.parallel_format import ParallelFormat
+from apar_core.formats.resolved_format import FormatSetting
+from apar_core.formats.shipped_formats import REFUSED, SHIPPED
 from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
 from apar_core.models.smollm2 import FETCHED, SMOLLM2, CachedModel
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from apar_core.vllm_names import SUPPORTED, is_supported
-from cluster.cli.options import Model
-from deployments.config import ConfigError
+from cluster.cli.options import Model, read_format
+from deployments.config import ConfigError, problems_of
 from deployments.config.model import DEFAULT_MODEL, ModelConfig
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # A replica of the embedded model takes 2 to 2.5 GB, Ray about 1 GB.
 _NEEDED_MEMORY_BYTES = 4 * 2**30
 _GIB = 2**30
+_FORMAT: TypeAdapter[ParallelFormat] = TypeAdapter(FormatSetting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,9 @@ def doctor(
     parallel_format: Annotated[
         str | None,
         typer.Option(
-            help="Name of the checkpoint's format, as in the model's configuration; by default "
-            "recognised by its tokens."
+            help="Name of the checkpoint's format, or a YAML file that defines it; by default "
+            "recognised by its tokens.",
+            autocompletion=lambda: list(SHIPPED),
         ),
     ] = None,
 ) -> None:
@@ -252,12 +256,17 @@ def check_rows(gpu: str) -> list[Finding]:
 def check_checkpoint(model: str, parallel_format: str | None = None) -> list[Finding]:
     """Return the findings about a preset, checkpoint folder or Hugging Face name.
 
-    `parallel_format` is the name of its format, None if its tokens shall tell.
+    `parallel_format` is the name or the file of its format, None if its tokens shall tell.
     """
-    try:
-        setting = None if parallel_format is None else shipped_format(parallel_format)
-    except ValueError as error:
-        return [Finding("format", str(parallel_format), str(error))]
+    setting = None
+    if parallel_format is not None:
+        try:
+            setting = _FORMAT.validate_python(read_format(parallel_format))
+        except ValidationError as error:
+            problem = problems_of(error, ParallelFormat)
+            return [Finding("format", parallel_format, problem)]
+        except ConfigError as error:
+            return [Finding("format", parallel_format, str(error))]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     settings, findings = ModelConfig(checkpoint=model), []
     path = settings.preset.path

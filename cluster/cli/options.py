@@ -17,6 +17,7 @@ import typer
 
 from apar_core.suggestions import did_you_mean
 from cluster.durations import format_duration, parse_duration
+from deployments.config.files import read_yaml
 from deployments.config.model import PRESETS
 
 Item = TypeVar("Item")
@@ -45,6 +46,15 @@ def recipe_names() -> list[str]:
     from apar_core.offline.training.recipe import shipped_recipes
 
     return shipped_recipes()
+
+
+def read_format(name_or_file: str) -> Any:
+    """Return the setting `parallel_format`: the name of a format, or the content of a YAML file.
+
+    Raises ConfigError for an unreadable file.
+    """
+    path = Path(name_or_file).expanduser()
+    return read_yaml(path) if path.suffix in (".yaml", ".yml") else name_or_file
 
 
 def wrong_value(option: str, problem: str) -> typer.BadParameter:

@@ -30,7 +30,7 @@ from apar_core.errors import AparError
 from apar_core.formats.shipped_formats import SHIPPED
 from apar_core.models.smollm2 import APAR_SMOLLM2
 from apar_core.whole_files import replace_file
-from cluster.cli.options import MODEL_HELP, Duration, duration_option, preset_names
+from cluster.cli.options import MODEL_HELP, Duration, duration_option, preset_names, read_format
 from cluster.cli.terminal import clear_errors, fail
 from cluster.durations import format_duration
 from cluster.haproxy import haproxy_folder, replace_certificate
@@ -96,8 +96,8 @@ def serve(
     parallel_format: Annotated[
         str | None,
         typer.Option(
-            help="Name of the model's format; `lists` lets any instruct model fork, at the items "
-            "of its lists.",
+            help="Name of the model's format, or a YAML file that defines it; `lists` lets any "
+            "instruct model fork, at the items of its lists.",
             autocompletion=lambda: list(SHIPPED),
             show_default="recognised by the model's tokens",
         ),
@@ -148,14 +148,14 @@ def serve(
     }
     if model is None and config is None:
         model = served_by_default()
-    model_overrides = {
-        "checkpoint": model,
-        "replicas": replicas,
-        "max_concurrency": max_concurrency,
-        "parallel_format": parallel_format,
-    }
 
     def load() -> ClusterConfig:
+        model_overrides = {
+            "checkpoint": model,
+            "replicas": replicas,
+            "max_concurrency": max_concurrency,
+            "parallel_format": parallel_format and read_format(parallel_format),
+        }
         settings = load_config(config, overrides, model_overrides)
         for served in settings.models:
             served.check_checkpoint()

@@ -102,6 +102,20 @@ def test_a_model_is_given_as_an_argument_or_an_option(
     assert [model.checkpoint for model in served[0].models] == ["apar-tiny"]
 
 
+def test_a_format_of_ones_own_is_read_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ClusterConfig] = []
+    monkeypatch.setattr(serve, "run", lambda settings, *_: served.append(settings))
+    monkeypatch.setattr(serve, "_check_address", lambda _: None)
+    file = tmp_path / "mine.yaml"
+    file.write_text("{like: apar, name: mine}")
+
+    assert apar("serve", "apar-tiny", "--parallel-format", file).exit_code == 0
+    assert served[0].models[0].parallel_format is not None
+    assert served[0].models[0].parallel_format.name == "mine"
+
+
 def test_two_names_of_the_served_model_are_refused() -> None:
     result = apar("serve", "apar-tiny", "--model", "apar-7b")
 
