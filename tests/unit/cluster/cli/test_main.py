@@ -129,10 +129,11 @@ def test_a_shell_completes_what_was_typed(typed: str, completed: list[str]) -> N
     assert result.output.split() == completed
 
 
-def test_the_completion_script_is_shown() -> None:
-    result = CliRunner(env={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}).invoke(
-        app, ["--show-completion", "bash"], prog_name="apar"
-    )
+def test_the_completion_script_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The shell is an argument then, instead of that of the test's parent process.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+
+    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="apar")
 
     assert "complete -o default -F _apar_completion apar" in result.output
 
