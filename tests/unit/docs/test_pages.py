@@ -2,6 +2,8 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ from deployments.config.routing import RoutingSettings
 from deployments.config.tracing import TracingConfig
 from deployments.metrics import catalogue
 from docs.build import PAGES, ROOT, dead_links, documents, page_of, references
+from tests.fakes.quick_start import blocks
 
 # Entries of the log name files of their commit.
 LOG = ROOT / "docs" / "experiments"
@@ -81,6 +84,25 @@ def test_the_recipe_reference_has_every_recipe_and_field() -> None:
         each for each, _ in fields
     }
     assert all(meaning for _, meaning in fields)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_the_programs_of_a_page_are_python(page: Path) -> None:
+    for block in blocks("python", (str(page.relative_to(ROOT)),)):
+        compile(block, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_the_program_for_the_vercel_ai_sdk_is_javascript(tmp_path: Path) -> None:
+    [block] = blocks("javascript", ("docs/apis.md",))
+    file = tmp_path / "snippet.mjs"
+    file.write_text(block)
+
+    checked = subprocess.run(
+        ["node", "--check", file], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_the_log_lists_every_entry() -> None:
