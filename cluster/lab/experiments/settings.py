@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from pydantic import (
 )
 
 from apar_core.errors import StepCostsError
+from apar_core.installation import processor_name
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.files import read_costs
 from apar_core.step_costs.gpus import find_gpu
@@ -280,16 +282,7 @@ def machine_name() -> str:
 
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name(0))
-    import os
-    import platform
-
-    processor = platform.machine()
-    with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
-    return f"{os.cpu_count()} cores of {processor}"
+    return f"{os.cpu_count()} cores of {processor_name()}"
 
 
 def closed_loop_answers(concurrency: int, available: int, least: int = 48) -> int:

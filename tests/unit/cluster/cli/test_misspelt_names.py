@@ -31,7 +31,7 @@ from tests.fakes.apar_command import run
         ("experiment fig5", "Did you mean 'fig5b', 'fig5a'?"),
         ("experiment fig5a --trace t --methods eagr --out OUT", "did you mean eager?"),
         ("experiment fig5a --trace t --gpu h1000 --out OUT", "did you mean h100?"),
-        ("plan --rate 1 --gpu a100-80g", "did you mean a100-80gb?"),
+        ("plan --rate 1 --gpu a100-90gb", "did you mean a100-80gb?"),
         ("plan --rate 1 --model lama-7b", "did you mean llama-7b?"),
         ("plan --rate 1 --forks mixd", "did you mean mixed?"),
         ("simulate --trace t --router thread --out OUT", "did you mean threads?"),
