@@ -44,7 +44,7 @@ def check_name(name: str, presets: Sequence[str]) -> None:
         raise ConfigError(f"no such folder: {name}{_similar_folder(path)}")
     if "/" not in name and (similar := did_you_mean(name, presets, cutoff=_SURE)):
         raise ConfigError(
-            f"{name} is neither a preset nor a folder{similar} Presets: {', '.join(presets)}"
+            f"{name} is neither a preset nor a folder; presets: {', '.join(presets)}{similar}"
         )
 
 
