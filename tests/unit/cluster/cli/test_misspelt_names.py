@@ -34,7 +34,7 @@ from tests.fakes.apar_command import run
         ("plan --rate 1 --gpu a100-90gb", "did you mean a100-80gb?"),
         ("plan --rate 1 --model lama-7b", "did you mean llama-7b?"),
         ("plan --rate 1 --forks mixd", "did you mean mixed?"),
-        ("simulate --trace t --router thread --out OUT", "did you mean threads?"),
+        ("simulate --trace FILE --router thread --out OUT", "did you mean threads?"),
     ],
 )
 def test_a_misspelt_name_is_answered_with_the_right_one(
