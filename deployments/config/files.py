@@ -100,10 +100,10 @@ def _problem(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not place:
         return str(message)
-    given = repr(problem["input"])
-    if _may_be_shown(problem) and given not in message:
-        message += f" (got {given})"
-    return f"{place}: {message}"
+    given = problem["input"]
+    is_named = isinstance(given, str) and repr(given) in message
+    shown = f" (got {given!r})" if _may_be_shown(problem) and not is_named else ""
+    return f"{place}: {message}{shown}"
 
 
 def _may_be_shown(problem: Any) -> bool:
