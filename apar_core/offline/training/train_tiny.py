@@ -62,7 +62,7 @@ _CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 # Batches that are drawn at once and sorted, so that a batch has rows of similar length.
 _BATCHES_PER_DRAW = 20
 
-_MIXTURES = {
+MIXTURES = {
     "broad": BROAD_WEIGHTS,
     "finishing": FINISHING_WEIGHTS,
     "polishing": POLISHING_WEIGHTS,
@@ -256,7 +256,7 @@ def train_phase(
             phase.recipe,
             collator=TreeCollator.for_model(model, pad_id),
             train_rows=CorpusTrees(
-                _MIXTURES[phase.mixture],
+                MIXTURES[phase.mixture],
                 phase.stream,
                 seed,
                 phase.recipe,

@@ -26,6 +26,7 @@ from apar_core.offline.training.recipe import (
     TrainingPhase,
 )
 from apar_core.offline.training.train_tiny import (
+    MIXTURES,
     SPECIAL_TOKENS,
     WeightAverage,
     tiny_recipe,
@@ -196,7 +197,7 @@ def test_phases_train_in_order_on_different_examples(tmp_path: Path) -> None:
     assert [phase.recipe.num_steps for phase in settings.phases] == [4, 1, 1, 1]
     assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6, 7]
     drawn = [
-        list(Corpus(0, kind_weights=phase.kind_weights, stream=phase.stream).examples(20))
+        list(Corpus(0, kind_weights=MIXTURES[phase.mixture], stream=phase.stream).examples(20))
         for phase in settings.phases
     ]
     assert all(drawn[i] != drawn[j] for i in range(4) for j in range(i))
