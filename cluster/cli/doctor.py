@@ -259,8 +259,7 @@ def check_checkpoint(model: str, parallel_format: str | None = None) -> list[Fin
         try:
             setting = _FORMAT.validate_python(read_format(parallel_format))
         except ValidationError as error:
-            problem = problems_of(error, ParallelFormat)
-            return [Finding("format", parallel_format, problem)]
+            return [Finding("format", parallel_format, problems_of(error, ParallelFormat))]
         except ConfigError as error:
             return [Finding("format", parallel_format, str(error))]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
