@@ -79,7 +79,7 @@ sizing: $(INSTALLED) ## Write k8s/SIZING.md, plans for common models (5 minutes 
 docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead links
 	$(BIN)/python docs/build.py
 
-docs-references: $(INSTALLED) ## Rewrite the references of configuration and command line
+docs-references: $(INSTALLED) ## Rewrite the references of configuration, command line and recipes
 	$(BIN)/python docs/build.py --generate
 
 check: check-quick docs ## Check format, lint, types and documentation

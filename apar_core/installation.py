@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from importlib.machinery import PathFinder
@@ -91,6 +92,14 @@ def hidden_packages(root: Path = ROOT) -> list[str]:
 def has_compiler() -> bool:
     """Return whether torch.compile can compile for CPUs here: it runs a C++ compiler."""
     return shutil.which(os.environ.get("CXX") or "g++") is not None
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def has_nvidia_driver() -> bool:

@@ -27,7 +27,8 @@ from apar_core.offline.data.structure import extract_tree
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, batch_trees, written_out
 from apar_core.offline.training.pretrained import load_tokenizer, tree_tokens
-from apar_core.offline.training.train_tiny import TinyModelSettings, build_tiny_model
+from apar_core.offline.training.recipe import TinyModelSettings
+from apar_core.offline.training.train_tiny import build_tiny_model
 from apar_core.offline.training.tree_forward import summed_tree_loss
 
 TREES_PER_STEP = 8

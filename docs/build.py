@@ -2,8 +2,8 @@
 
 `python docs/build.py` checks every link between files of the repository, copies the pages into
 `out/docs`, and builds `out/site` strictly. `python docs/build.py --generate` only rewrites
-`docs/configuration.md`, `docs/cli.md` and `docs/thread-stream.schema.json`, which a test keeps
-current.
+`docs/configuration.md`, `docs/cli.md`, `docs/recipes.md` and `docs/thread-stream.schema.json`,
+which a test keeps current.
 
 Pages that live elsewhere in the repository (`PAGES`) become pages of the site. In the copies, links
 to files that are not pages turn into plain text.
@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -28,6 +29,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from apar_core.errors import TrainingError
+from apar_core.offline.training.recipe import (
+    RECIPES,
+    MedusaRecipe,
+    PromptRecipe,
+    TinySettings,
+    TinyTrainingSettings,
+    TrainingRecipe,
+    load_recipe,
+    shipped_recipes,
+)
 from cluster.cli.main import app
 from deployments.config import ClusterConfig
 from deployments.wire.thread_stream import schema
@@ -201,12 +213,20 @@ def _section(
     path: str,
     model: type[BaseModel],
     anchors: dict[type[BaseModel], str],
+    base: type[BaseModel] = BaseModel,
 ) -> None:
-    """Append the table of a model and those of the models in it, each once."""
+    """Append the table of a model and those of the models in it, each once.
+
+    The fields of `base`, which have a table of their own, are left out.
+    """
     lines += [f"## {title}", "", _one_line(inspect.getdoc(model) or ""), ""]
+    if base in anchors:
+        lines += [f"The fields [of the base recipe](#{anchors[base]}), and:", ""]
     lines += ["| Field | Type | Default | Meaning |", "|---|---|---|---|"]
     nested: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
+        if name in base.model_fields:
+            continue
         kind, inner, is_list = _kind(field.annotation)
         if inner is not None:
             inner_path = f"{path}{name}{'[]' if is_list else ''}"
@@ -280,6 +300,55 @@ def _default(field: FieldInfo) -> str:
     return f"`{getattr(value, 'value', value)}`"
 
 
+# ---- recipe reference --------------------------------------------------------------------------
+
+# A command, the model of its recipes, and the model whose fields its table leaves out.
+_RECIPES: tuple[tuple[str, type[BaseModel], type[BaseModel]], ...] = (
+    ("apar train", TrainingRecipe, BaseModel),
+    ("apar train-medusa", MedusaRecipe, TrainingRecipe),
+    ("apar train-prompts", PromptRecipe, TrainingRecipe),
+    ("apar train-tiny", TinyTrainingSettings, BaseModel),
+    ("apar train-tiny --medusa", TinySettings[MedusaRecipe], BaseModel),
+    ("apar train-tiny --prompts", TinySettings[PromptRecipe], BaseModel),
+)
+
+
+def recipes_page() -> str:
+    """The reference of training recipes, from the pydantic models and the built-in files."""
+    rows = []
+    for name in shipped_recipes():
+        number = next(number for number, row in enumerate(_RECIPES) if _takes(row[1], name))
+        text = (RECIPES / f"{name}.yaml").read_text().splitlines()
+        comment = " ".join(line[2:] for line in takewhile(lambda line: line[:1] == "#", text))
+        rows.append((number, name, f"| `{name}` | `{_RECIPES[number][0]}` | {_cell(comment)} |"))
+    lines = [
+        "# Recipe reference",
+        "",
+        "Every field of the YAML file of `--recipe`. Generated from the schema by",
+        "`make docs-references`; do not edit. Unknown fields are refused. To change a built-in",
+        f"recipe, copy its file from `{RECIPES.relative_to(ROOT)}`.",
+        "",
+        "## Built-in recipes",
+        "",
+        "| Recipe | Command | What it trains |",
+        "|---|---|---|",
+        *(row for *_, row in sorted(rows)),
+        "",
+    ]
+    anchors = {model: command.replace(" ", "-") for command, model, _ in _RECIPES}
+    for command, model, base in _RECIPES:
+        _section(lines, f"`{command}`", "", model, anchors, base)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _takes(model: type[BaseModel], recipe: str) -> bool:
+    try:
+        load_recipe(recipe, model)
+    except TrainingError:
+        return False
+    return True
+
+
 # ---- command-line reference --------------------------------------------------------------------
 
 
@@ -307,7 +376,10 @@ def _command(lines: list[str], name: str, command: Any, depth: int) -> None:
         lines += ["| Argument | Meaning |", "|---|---|"]
         for each in arguments:
             optional = "" if each.required else " (optional)"
-            lines.append(f"| `{each.name.upper()}`{optional} | {_cell(_plain(each.help or ''))} |")
+            meaning = _plain(each.help or "")
+            if isinstance(each.show_default, str):
+                meaning += f" Default: {each.show_default}."
+            lines.append(f"| `{each.name.upper()}`{optional} | {_cell(meaning)} |")
         lines.append("")
     if options:
         lines += ["| Option | Default | Meaning |", "|---|---|---|"]
@@ -356,6 +428,7 @@ def references() -> dict[Path, str]:
     return {
         DOCS / "configuration.md": configuration_page(),
         DOCS / "cli.md": cli_page(),
+        DOCS / "recipes.md": recipes_page(),
         DOCS / "thread-stream.schema.json": json.dumps(schema(), indent=1) + "\n",
     }
 

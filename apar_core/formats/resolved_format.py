@@ -24,6 +24,7 @@ from apar_core.formats.control_tokens import (
 )
 from apar_core.formats.parallel_format import Branch, ParallelFormat, template_fields
 from apar_core.formats.shipped_formats import REFUSED, REFUSED_TOKENS, SHIPPED
+from apar_core.suggestions import did_you_mean
 
 SETTING = "parallel_format"
 """The setting that names or defines a format: of a model, and in `additional_config.apar`."""
@@ -57,7 +58,9 @@ def shipped_format(name: str) -> ParallelFormat:
     if name in REFUSED:
         raise ValueError(f"{name!r} cannot be served: {REFUSED[name]}")
     if name not in SHIPPED:
-        raise ValueError(f"unknown format {name!r}; known: {', '.join(SHIPPED)}")
+        raise ValueError(
+            f"unknown format {name!r}; known: {', '.join(SHIPPED)}{did_you_mean(name, SHIPPED)}"
+        )
     return SHIPPED[name]
 
 

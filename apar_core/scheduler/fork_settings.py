@@ -21,6 +21,7 @@ from apar_core.attention.settings import FamilySettings
 from apar_core.errors import EngineError
 from apar_core.formats.resolved_format import FormatSetting
 from apar_core.scheduler.fork_policy import PolicyName
+from apar_core.suggestions import did_you_mean_field
 
 CONFIG_KEY = "apar"
 """Key of these settings in `additional_config`."""
@@ -161,4 +162,5 @@ def fork_settings(vllm_config: VllmConfig) -> ForkSettings:
         field = ".".join(str(part) for part in (CONFIG_KEY, *first["loc"]))
         raise EngineError(
             f"additional_config: {field}: {first['msg']} (got {first['input']!r})"
+            f"{did_you_mean_field(first, ForkSettings)}"
         ) from error

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from apar_core.errors import StepCostsError
+from apar_core.suggestions import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def find_gpu(
         if memory_gib is None or bandwidth_gb_s is None or tflops is None:
             raise StepCostsError(
                 f"unknown GPU {name!r}: known are {', '.join(GPUS)}; another one needs its memory, "
-                "bandwidth and TFLOP/s"
+                f"bandwidth and TFLOP/s{did_you_mean(short, GPUS)}"
             )
         known = Gpu(name, 0.0, 0.0, 0.0)
     for figure, value in (

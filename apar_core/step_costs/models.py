@@ -12,6 +12,7 @@ from typing import Any
 from apar_core.errors import StepCostsError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.smollm2 import FETCHED
+from apar_core.suggestions import did_you_mean
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 _HEADER_LENGTH_BYTES = 8
@@ -181,7 +182,7 @@ def _config_file(path: Path, name: str) -> Path:
     raise StepCostsError(
         f"no model {name!r} on this machine: give a known one (apar-tiny, {', '.join(MODELS)}), "
         f"one that `apar fetch` has fetched ({', '.join(FETCHED)}), a checkpoint's folder, or a "
-        "config.json"
+        f"config.json{did_you_mean(name, ('apar-tiny', *MODELS, *FETCHED))}"
     )
 
 
@@ -261,7 +262,10 @@ def _weight_dtype(
 def checked_dtype(name: str) -> str:
     """Return a dtype whose width is known. Raises StepCostsError for another."""
     if name not in DTYPE_BYTES:
-        raise StepCostsError(f"unknown dtype {name!r}: known are {', '.join(DTYPE_BYTES)}")
+        raise StepCostsError(
+            f"unknown dtype {name!r}: known are {', '.join(DTYPE_BYTES)}"
+            f"{did_you_mean(name, DTYPE_BYTES)}"
+        )
     return name
 
 

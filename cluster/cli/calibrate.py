@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from apar_core.suggestions import did_you_mean
 from cluster.cli.options import (
     RESUMABLE,
     CommaList,
@@ -179,5 +180,7 @@ def engine_arguments(text: str | None) -> dict[str, Any]:
     known = {field.name for field in fields(EngineArgs)}
     for name in arguments:
         if name not in known:
-            raise wrong_value("--engine-args", f"vLLM has no engine argument {name!r}")
+            raise wrong_value(
+                "--engine-args", f"vLLM has no engine argument {name!r}{did_you_mean(name, known)}"
+            )
     return arguments

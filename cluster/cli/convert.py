@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster.cli.data import INTERRUPTED_EXIT_CODE
-from cluster.cli.options import MODEL_HELP, Seed
+from cluster.cli.options import MODEL_HELP, Seed, preset_names, recipe_names
 from cluster.cli.terminal import clear_errors
 from cluster.conversion.card import write_card
 from cluster.conversion.stages import (
@@ -36,7 +36,12 @@ _MANY_QUESTIONS = 12_000
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help=f"Model that learns to fork: {MODEL_HELP}")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"Model that learns to fork: {MODEL_HELP}", autocompletion=preset_names
+        ),
+    ],
     out: Annotated[
         Path,
         typer.Option(
@@ -74,6 +79,7 @@ def convert(
         str | None,
         typer.Option(
             help="Training recipe: a name or a YAML file.",
+            autocompletion=recipe_names,
             show_default="convert-small below a billion parameters, else convert",
         ),
     ] = None,
@@ -156,7 +162,7 @@ def convert(
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from error
     console.print(
         f"\nConverted in {_minutes(records.seconds)}; model card: "
-        f"[bold]{escape(str(card))}[/bold]\nServe it with: [bold]apar serve --model "
+        f"[bold]{escape(str(card))}[/bold]\nServe it with: [bold]apar serve "
         f"{escape(str(out / MODEL))}[/bold]",
         soft_wrap=True,
         highlight=False,

@@ -36,6 +36,7 @@ from cluster.cli.options import (
     UnorderedLists,
     finite,
     out_option,
+    preset_names,
 )
 from cluster.cli.terminal import Rate, clear_errors, fail, stage_progress
 from deployments.config.model import PRESETS, ModelConfig, model_path
@@ -81,7 +82,8 @@ def prepare(
         str | None,
         typer.Option(
             help=f"Model to train: {MODEL_HELP} Examples lose their oldest turns until they fit "
-            "its context; longer ones are left out before sampling."
+            "its context; longer ones are left out before sampling.",
+            autocompletion=preset_names,
         ),
     ] = None,
     context_length: Annotated[
@@ -325,7 +327,10 @@ def _print_report(report: PreparationReport, out: Path) -> bool:
 def generate(
     out: Annotated[Path, out_option("data-generate", help=RESUMABLE)],
     model: Annotated[
-        str | None, typer.Option(help=f"{MODEL_HELP} By default {_DEFAULT_MODEL}.")
+        str | None,
+        typer.Option(
+            help=f"{MODEL_HELP} By default {_DEFAULT_MODEL}.", autocompletion=preset_names
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -452,7 +457,7 @@ def generate(
             configured = None if chosen is None else ModelConfig(checkpoint=chosen)
             template = None if configured is None else configured.preset.engine.get("chat_template")
             settings = GenerationSettings(
-                model=None if configured is None else configured.preset.path,
+                model=None if chosen is None else model_path(chosen),
                 model_name=configured.public_name if configured else str(model_name),
                 chat_template=chat_template or (None if template is None else Path(template)),
                 prompts=prompts,

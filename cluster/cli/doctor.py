@@ -15,20 +15,27 @@ from typing import TYPE_CHECKING, Annotated
 import httpx
 import psutil
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from apar_core.engine.gpu_start import flashinfer_problem
 from apar_core.errors import CheckpointError, EngineError
-from apar_core.formats.resolved_format import shipped_format
-from apar_core.formats.shipped_formats import REFUSED
-from apar_core.installation import has_nvidia_driver, hidden_packages, missing_extra
+from apar_core.formats.parallel_format import ParallelFormat
+from apar_core.formats.resolved_format import FormatSetting
+from apar_core.formats.shipped_formats import REFUSED, SHIPPED
+from apar_core.installation import (
+    has_nvidia_driver,
+    hidden_packages,
+    missing_extra,
+    processor_name,
+)
 from apar_core.models.smollm2 import FETCHED, SMOLLM2, CachedModel
 from apar_core.scheduler.row_limits import DEFAULT_LARGEST_GRAPH
 from apar_core.vllm_names import SUPPORTED, is_supported
-from cluster.cli.options import Model
-from deployments.config import ConfigError
+from cluster.cli.options import Model, read_format
+from deployments.config import ConfigError, problems_of
 from deployments.config.model import DEFAULT_MODEL, ModelConfig
 
 if TYPE_CHECKING:
@@ -41,6 +48,7 @@ _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 # A replica of the embedded model takes 2 to 2.5 GB, Ray about 1 GB.
 _NEEDED_MEMORY_BYTES = 4 * 2**30
 _GIB = 2**30
+_FORMAT: TypeAdapter[ParallelFormat] = TypeAdapter(FormatSetting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +65,9 @@ def doctor(
     parallel_format: Annotated[
         str | None,
         typer.Option(
-            help="Name of the checkpoint's format, as in the model's configuration; by default "
-            "recognised by its tokens."
+            help="Name of the checkpoint's format, or a YAML file that defines it; by default "
+            "recognised by its tokens.",
+            autocompletion=lambda: list(SHIPPED),
         ),
     ] = None,
 ) -> None:
@@ -91,7 +100,7 @@ def diagnose() -> list[Finding]:
         *check_cuda_only_packages(versions),
         check_plugin(),
         *(Finding("packages", "hidden", hidden) for hidden in hidden_packages()),
-        Finding("cpu", _cpu()),
+        Finding("cpu", f"{processor_name()}, {psutil.cpu_count(logical=False)} cores"),
         check_memory(memory.available, memory.total),
         *_gpus(),
         *map(check_fetched, FETCHED.values()),
@@ -205,15 +214,6 @@ def check_fetched(model: CachedModel) -> Finding:
     )
 
 
-def _cpu() -> str:
-    model = platform.processor() or platform.machine()
-    facts = Path("/proc/cpuinfo")
-    if facts.exists():
-        names = [line for line in facts.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    return f"{model}, {psutil.cpu_count(logical=False)} cores"
-
-
 def _gpus() -> list[Finding]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -252,12 +252,16 @@ def check_rows(gpu: str) -> list[Finding]:
 def check_checkpoint(model: str, parallel_format: str | None = None) -> list[Finding]:
     """Return the findings about a preset, checkpoint folder or Hugging Face name.
 
-    `parallel_format` is the name of its format, None if its tokens shall tell.
+    `parallel_format` is the name or the file of its format, None if its tokens shall tell.
     """
-    try:
-        setting = None if parallel_format is None else shipped_format(parallel_format)
-    except ValueError as error:
-        return [Finding("format", str(parallel_format), str(error))]
+    setting = None
+    if parallel_format is not None:
+        try:
+            setting = _FORMAT.validate_python(read_format(parallel_format))
+        except ValidationError as error:
+            return [Finding("format", parallel_format, problems_of(error, ParallelFormat))]
+        except ConfigError as error:
+            return [Finding("format", parallel_format, str(error))]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     settings, findings = ModelConfig(checkpoint=model), []
     path = settings.preset.path

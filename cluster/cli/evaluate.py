@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from apar_core.errors import EvaluationError
 from cluster.cli.options import (
+    DECODERS,
     RESUMABLE,
     BenchmarkFiles,
     CommaList,
@@ -51,10 +52,6 @@ _NUM_SUMMARY_TABLES = 3
 _SHOWN_FAILURES = 5
 # Of a replica's environment, what an engine in this process reads too.
 _ENGINE_VARIABLES = ("TORCH_", "VLLM_CPU_", "VLLM_NO_")
-_DECODERS = (
-    "plain", "vanilla_apar", "medusa", "medusa_apar", "ppd", "ppd_apar", "lookup", "lookup_apar",
-    "recycling", "recycling_apar",
-)  # fmt: skip
 
 evaluate = typer.Typer(
     no_args_is_help=True, help="Measure speed and quality as the APAR paper does."
@@ -72,8 +69,8 @@ def speed(
     decoders: Annotated[
         CommaList[str],
         list_option(
-            help=f"Decoders to measure: {', '.join(_DECODERS)}.",
-            choices=_DECODERS,
+            help=f"Decoders to measure: {', '.join(DECODERS)}.",
+            choices=DECODERS,
             default="vanilla_apar",
         ),
     ] = CommaList(("vanilla_apar",)),

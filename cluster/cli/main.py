@@ -15,6 +15,7 @@ from cluster.cli.evaluate import evaluate
 from cluster.cli.experiment import experiment
 from cluster.cli.fetch import fetch
 from cluster.cli.generate import generate
+from cluster.cli.help import use_help_pages
 from cluster.cli.loadtest import loadtest
 from cluster.cli.monitor import monitor
 from cluster.cli.plan import plan
@@ -25,7 +26,6 @@ from cluster.cli.train import train, train_medusa, train_prompts, train_tiny
 # Commands import Ray, torch and vLLM when they run: `apar --help` must be fast.
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -41,6 +41,7 @@ app.add_typer(loadtest, name="loadtest")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
 app.add_typer(data, name="data")
+use_help_pages(app)
 
 
 def _print_version(wanted: bool) -> None:

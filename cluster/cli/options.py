@@ -7,7 +7,7 @@ a folder named after the command and the date.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
+from apar_core.suggestions import did_you_mean
 from cluster.durations import format_duration, parse_duration
+from deployments.config.files import read_yaml
 from deployments.config.model import PRESETS
 
 Item = TypeVar("Item")
@@ -28,9 +30,41 @@ BLOCK_SIZE_HELP = "Tokens per KV-cache block."
 CONTEXT_LENGTH_HELP = "Leave out answers longer than this with their prompt (tokens)."
 
 
+DECODERS = (
+    "plain", "vanilla_apar", "medusa", "medusa_apar", "ppd", "ppd_apar", "lookup", "lookup_apar",
+    "recycling", "recycling_apar",
+)  # fmt: skip
+
+
+def preset_names() -> list[str]:
+    """Return what a shell completes for a model; without a match it completes folders."""
+    return list(PRESETS)
+
+
+def recipe_names() -> list[str]:
+    """Return what a shell completes for a recipe."""
+    from apar_core.offline.training.recipe import shipped_recipes
+
+    return shipped_recipes()
+
+
+def read_format(name_or_file: str) -> Any:
+    """Return the setting `parallel_format`: the name of a format, or the content of a YAML file.
+
+    Raises ConfigError for an unreadable file.
+    """
+    path = Path(name_or_file).expanduser()
+    return read_yaml(path) if path.suffix in (".yaml", ".yml") else name_or_file
+
+
 def wrong_value(option: str, problem: str) -> typer.BadParameter:
     """Return the error for an option whose value has a problem."""
     return typer.BadParameter(problem, param_hint=f"'{option}'")
+
+
+def none_of(name: str, known: Collection[str]) -> str:
+    """Return the problem of a name that is none of the known ones."""
+    return f"{name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}"
 
 
 def finite(value: float | None) -> float | None:
@@ -40,7 +74,7 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+Model = Annotated[str, typer.Option(help=MODEL_HELP, autocompletion=preset_names)]
 ModelName = Annotated[
     str | None,
     typer.Option(help="Name of the model at --target."),
@@ -84,7 +118,10 @@ PassTimes = Annotated[
         dir_okay=False,
     ),
 ]
-Recipe = Annotated[str, typer.Option(help="Name of a built-in recipe, or a YAML file.")]
+Recipe = Annotated[
+    str,
+    typer.Option(help="Name of a built-in recipe, or a YAML file.", autocompletion=recipe_names),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")
 ]
@@ -192,7 +229,7 @@ def list_option(
 
     def convert(text: str) -> Any:
         if choices and text not in choices:
-            raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
+            raise typer.BadParameter(none_of(text, choices))
         try:
             value = item(text)
         except ValueError as error:
@@ -207,7 +244,18 @@ def list_option(
             return value
         return CommaList(convert(part.strip()) for part in value.split(","))
 
-    return typer.Option(*names, parser=parse, metavar="A,B,...", help=help, show_default=default)
+    def complete(incomplete: str) -> list[str]:
+        before, comma, _ = incomplete.rpartition(",")
+        return [f"{before}{comma}{choice}" for choice in choices]
+
+    return typer.Option(
+        *names,
+        parser=parse,
+        metavar="A,B,...",
+        help=help,
+        show_default=default,
+        autocompletion=complete,
+    )
 
 
 def out_option(command: str, *, help: str = "Output folder.") -> Any:

@@ -29,6 +29,8 @@ from cluster.cli.options import (
     Seed,
     duration_option,
     list_option,
+    none_of,
+    preset_names,
     wrong_value,
 )
 from cluster.cli.terminal import clear_errors, print_table, stage_progress
@@ -130,6 +132,7 @@ def plan(
         typer.Option(
             help=f"{MODEL_HELP} Or llama-7b, llama-13b, llama-3-8b, llama-3-70b or a config.json.",
             rich_help_panel=_MODEL,
+            autocompletion=preset_names,
         ),
     ] = "apar-7b",
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP, rich_help_panel=_MODEL)] = "auto",
@@ -251,9 +254,9 @@ def plan(
     if (rate is None) == (users is None):
         raise typer.BadParameter("give either --rate or --users")
     if attention not in ("ordinary", "family"):
-        raise wrong_value("--attention", f"{attention!r} is not one of ordinary, family")
+        raise wrong_value("--attention", none_of(attention, ("ordinary", "family")))
     if forks not in PROFILES:
-        raise wrong_value("--forks", f"{forks!r} is not one of {', '.join(PROFILES)}")
+        raise wrong_value("--forks", none_of(forks, PROFILES))
     if costs is not None and len(gpu) != 1:
         raise wrong_value("--costs", f"is for one GPU, and --gpu names {len(gpu)}")
     if kv_tokens is not None and len(gpu) != 1:

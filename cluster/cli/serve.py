@@ -27,9 +27,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from apar_core.errors import AparError
+from apar_core.formats.shipped_formats import SHIPPED
 from apar_core.models.smollm2 import APAR_SMOLLM2
 from apar_core.whole_files import replace_file
-from cluster.cli.options import MODEL_HELP, Duration, duration_option
+from cluster.cli.options import MODEL_HELP, Duration, duration_option, preset_names, read_format
 from cluster.cli.terminal import clear_errors, fail
 from cluster.durations import format_duration
 from cluster.haproxy import haproxy_folder, replace_certificate
@@ -58,10 +59,17 @@ Load = Callable[[], ClusterConfig]
 def serve(
     model: Annotated[
         str | None,
-        typer.Option(
+        typer.Argument(
             help=MODEL_HELP,
+            autocompletion=preset_names,
             show_default=f"the file's; without a file {APAR_SMOLLM2.name} if it is fetched, else "
             f"{DEFAULT_MODEL}",
+        ),
+    ] = None,
+    model_option: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="The same as the argument MODEL.", autocompletion=preset_names
         ),
     ] = None,
     port: Annotated[
@@ -88,8 +96,9 @@ def serve(
     parallel_format: Annotated[
         str | None,
         typer.Option(
-            help="Name of the model's format; `lists` lets any instruct model fork, at the items "
-            "of its lists.",
+            help="Name of the model's format, or a YAML file that defines it; `lists` lets any "
+            "instruct model fork, at the items of its lists.",
+            autocompletion=lambda: list(SHIPPED),
             show_default="recognised by the model's tokens",
         ),
     ] = None,
@@ -119,12 +128,18 @@ def serve(
     embedded one before [bold]apar fetch[/bold]. [bold]apar config schema[/bold] describes the file.
     Examples:
 
-    [bold]apar serve --model ./my-checkpoint --replicas 2[/bold]
+    [bold]apar serve ./my-checkpoint --replicas 2[/bold]
 
-    [bold]apar serve --model Qwen/Qwen3-8B --parallel-format lists[/bold]
+    [bold]apar serve Qwen/Qwen3-8B --parallel-format lists[/bold]
 
     [bold]apar serve --config serve.yaml[/bold]
     """
+    if None not in (model, model_option) and model != model_option:
+        raise typer.BadParameter(
+            f"MODEL is {model} and --model is {model_option}; give one of them. "
+            "A file (--config) serves several models."
+        )
+    model = model or model_option
     overrides = {
         "port": port,
         "host": host,
@@ -133,14 +148,14 @@ def serve(
     }
     if model is None and config is None:
         model = served_by_default()
-    model_overrides = {
-        "checkpoint": model,
-        "replicas": replicas,
-        "max_concurrency": max_concurrency,
-        "parallel_format": parallel_format,
-    }
 
     def load() -> ClusterConfig:
+        model_overrides = {
+            "checkpoint": model,
+            "replicas": replicas,
+            "max_concurrency": max_concurrency,
+            "parallel_format": parallel_format and read_format(parallel_format),
+        }
         settings = load_config(config, overrides, model_overrides)
         for served in settings.models:
             served.check_checkpoint()

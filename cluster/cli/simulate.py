@@ -13,6 +13,7 @@ from cluster.cli.options import (
     Duration,
     duration_option,
     list_option,
+    none_of,
     out_option,
     wrong_value,
 )
@@ -197,7 +198,7 @@ def simulate(
     if autoscale is None and (target_threads or catch_up):
         raise wrong_value("--autoscale", "--target-threads and --catch-up need --autoscale")
     if attention not in ("ordinary", "family"):
-        raise wrong_value("--attention", f"{attention!r} is not one of ordinary, family")
+        raise wrong_value("--attention", none_of(attention, ("ordinary", "family")))
     if slow > min(replicas):
         raise wrong_value("--slow", f"{slow} of {min(replicas)} replicas cannot be slow")
     kills, joins = _times("--kill", kill), _times("--join", join)

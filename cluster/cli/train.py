@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import TextColumn
 
-from cluster.cli.options import Format, Model, Recipe, Resume, Seed, out_option
+from cluster.cli.options import Format, Model, Recipe, Resume, Seed, out_option, recipe_names
 from cluster.cli.terminal import clear_errors, step_bars
 from deployments.config.model import model_path
 
 if TYPE_CHECKING:
     from apar_core.offline.speculation.acceptance import AcceptanceTable
     from apar_core.offline.speculation.frozen_training import Trained
-    from apar_core.offline.training.train_tiny import TinyTrainingSettings
+    from apar_core.offline.training.recipe import TinyTrainingSettings
     from apar_core.offline.training.tree_trainer import OnStep, StepReport
 
 Weights = Literal["Medusa heads", "Prompt tokens"]
@@ -52,7 +52,7 @@ def train(
 ) -> None:
     """Fine-tune a model to fork its answers, with the settings of table 5 of the APAR paper.
 
-    Writes a checkpoint for `apar serve --model OUT`. An interrupted run continues with the same
+    Writes a checkpoint for `apar serve OUT`. An interrupted run continues with the same
     options, --out and --resume. Examples:
 
     [bold]apar train --model lmsys/vicuna-7b-v1.3 --data out/data --out out/apar-7b[/bold]
@@ -182,7 +182,8 @@ def train_tiny(
         typer.Option(
             help="Name of a built-in recipe, or a YAML file (default: apar-tiny; with --format "
             "apar-tiny-threadweaver, with --medusa apar-tiny-medusa, with --prompts "
-            "apar-tiny-prompts)."
+            "apar-tiny-prompts).",
+            autocompletion=recipe_names,
         ),
     ] = None,
     parallel_format: Annotated[
@@ -211,7 +212,7 @@ def train_tiny(
 ) -> None:
     """Train the embedded model apar-tiny from scratch (16 minutes on 2 cores), or a variant of it.
 
-    Writes a checkpoint for `apar serve --model OUT`. The same seed, steps and CPU threads give
+    Writes a checkpoint for `apar serve OUT`. The same seed, steps and CPU threads give
     the same weights on the same machine. A recipe can have other sizes of the model. Examples:
 
     [bold]apar train-tiny --out out/apar-tiny[/bold]

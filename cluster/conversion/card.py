@@ -29,7 +29,7 @@ _TEMPLATE = """\
 {weights}
 
 ```bash
-apar serve --model {folder}
+apar serve {folder}
 ```
 
 ## Training data

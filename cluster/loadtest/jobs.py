@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -47,6 +48,11 @@ class Target(BaseModel):
         return url if url.endswith("/v1") else f"{url}/v1"
 
     @property
+    def is_local(self) -> bool:
+        """Whether the server is on this machine."""
+        return urlsplit(self.base_url).hostname in ("localhost", "127.0.0.1", "::1")
+
+    @property
     def chat_url(self) -> str:
         """URL of chat completions."""
         return f"{self.base_url}/chat/completions"
@@ -55,6 +61,17 @@ class Target(BaseModel):
     def headers(self) -> dict[str, str]:
         """Headers of every request."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def server_version(target: Target) -> str | None:
+    """Return the version of vLLM behind a server, None if the server does not tell it."""
+    url = f"{target.base_url.removesuffix('/v1')}/version"
+    try:
+        answer = httpx.get(url, headers=target.headers, timeout=_TIMEOUT_S, follow_redirects=True)
+        found = answer.json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    return str(found["version"]) if isinstance(found, dict) and "version" in found else None
 
 
 def find_model(target: Target, wanted: str | None) -> ModelCard:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import uvloop
 
+from apar_core.installation import processor_name
 from cluster.loadtest.arrivals import AllAtOnce, Arrivals, ClosedLoop
 from cluster.loadtest.client import LoadClient
 from cluster.loadtest.jobs import Job, PlannedJobs
@@ -145,6 +149,7 @@ class LoadRun:
     view: LiveView
     answers: AnswerFile | None = None
     source: PagesSource | None = None
+    server_version: str | None = None
     _stop: Stop = field(default_factory=Stop)
     _facts: list[RepeatFacts] = field(default_factory=list)
 
@@ -169,6 +174,11 @@ class LoadRun:
                 RunFacts(
                     settings=self.settings,
                     started=started,
+                    client=(
+                        f"apar-serve {version('apar-serve')}, Python {platform.python_version()}, "
+                        f"{os.cpu_count()} cores of {processor_name()}"
+                    ),
+                    server_version=self.server_version,
                     repeats=self._facts,
                     left_out=self.planned.left_out,
                     repeated=self.planned.repeated,

@@ -128,6 +128,11 @@ def facts_of(run: Run) -> Mapping[str, str]:
         f"{len(run.facts.repeats)} repeats",
         "Started": run.facts.started,
     }
+    if run.facts.client is not None:
+        facts["Client"] = run.facts.client
+    server = run.facts.server_version
+    place = "the client's machine" if settings.target.is_local else "another machine"
+    facts["Server"] = f"{'version unknown' if server is None else f'vLLM {server}'}, on {place}"
     if settings.slo:
         facts["Objectives"] = ", ".join(
             f"{name} {seconds:g} s" for name, seconds in settings.slo.items()
@@ -189,11 +194,12 @@ def _client_table_of(run: Run) -> ReportTable:
 
 
 def _plots(runs: Sequence[Run]) -> dict[str, Plot]:
-    plots = {"throughput": throughput_plot(runs), "times": times_plot(runs)}
-    servers = cluster_plot(runs)
-    if servers is not None:
-        plots["cluster"] = servers
-    return plots
+    plots = {
+        "throughput": throughput_plot(runs),
+        "times": times_plot(runs),
+        "cluster": cluster_plot(runs),
+    }
+    return {name: plot for name, plot in plots.items() if plot is not None}
 
 
 _INTERVAL = "95 % interval"
@@ -368,11 +374,14 @@ _CURVE_POINTS = 400
 _LARGEST_SHOWN = 99.5
 
 
-def throughput_plot(runs: Sequence[Run]) -> Plot:
+def throughput_plot(runs: Sequence[Run]) -> Plot | None:
     """Plot tokens per second and running requests over time, for each repeat of each run.
 
-    Samples that count for the mean are in full colour, warm-up and cool-down are pale.
+    Samples that count for the mean are in full colour, warm-up and cool-down are pale. Returns None
+    without requests.
     """
+    if not any(repeats_of(run) for run in runs):
+        return None
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Plot(figsize=(9.5, 6.4), layout="constrained")
         speed, running = figure.subplots(2, 1, sharex=True)
@@ -383,20 +392,26 @@ def throughput_plot(runs: Sequence[Run]) -> Plot:
                 _draw_samples(speed, repeat, colour, label)
                 _draw_running(running, repeat, colour)
         speed.set_title("Text tokens per second")
+        speed.set_ylabel("tokens/s")
+        if not speed.patches:
+            speed.text(0.5, 0.5, "no text", ha="center", va="center", transform=speed.transAxes)
         speed.set_ylim(bottom=0)
         speed.margins(x=0.01)
         if len(runs) > 1 and speed.get_legend_handles_labels()[0]:
             speed.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
         running.set_title("Requests running")
+        running.set_ylabel("requests")
         running.set_ylim(bottom=0)
-        running.set_xlabel("seconds since the start of the repeat")
+        running.set_xlabel("time since the start of the repeat (s)")
     return figure
 
 
-def times_plot(runs: Sequence[Run]) -> Plot:
-    """Plot the cumulative distribution of every time."""
+def times_plot(runs: Sequence[Run]) -> Plot | None:
+    """Plot the cumulative distribution of every time; None if no answer has any."""
     names = [name for name in TITLES if any(values_of(name, run.records) for run in runs)]
-    num_rows = -(-len(names) // 2) or 1
+    if not names:
+        return None
+    num_rows = -(-len(names) // 2)
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Plot(figsize=(9.5, 2.9 * num_rows), layout="constrained")
         panels = figure.subplots(num_rows, 2, squeeze=False).flatten()
@@ -412,7 +427,8 @@ def times_plot(runs: Sequence[Run]) -> Plot:
 
 def cluster_plot(runs: Sequence[Run]) -> Plot | None:
     """Plot KV usage and running threads over time; None if no metrics were read."""
-    if not any(repeat.facts.cluster for run in runs for repeat in repeats_of(run)):
+    clusters = [repeat.facts.cluster for run in runs for repeat in repeats_of(run)]
+    if not any(cluster is not None and cluster.moments for cluster in clusters):
         return None
     with mpl.rc_context(PLOT_SETTINGS):
         figure = Plot(figsize=(9.5, 5.6), layout="constrained")
@@ -425,13 +441,15 @@ def cluster_plot(runs: Sequence[Run]) -> Plot | None:
                 _draw_moments(share, moments, lambda moment: moment.kv_share, colour, label)
                 _draw_moments(threads, moments, lambda moment: moment.running, colour, label)
         share.set_title("KV cache in use, fullest replica")
+        share.set_ylabel("share of the KV cache")
         share.yaxis.set_major_formatter(PercentFormatter(1.0))
         share.set_ylim(bottom=0)
         if len(runs) > 1:
             share.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
         threads.set_title("Threads running")
+        threads.set_ylabel("threads")
         threads.set_ylim(bottom=0)
-        threads.set_xlabel("seconds since the start of the repeat")
+        threads.set_xlabel("time since the start of the repeat (s)")
     return figure
 
 
@@ -472,7 +490,8 @@ def _draw_curves(panel: Axes, name: str, runs: Sequence[Run]) -> None:
             panel.plot(np.percentile(values, shares), shares / 100, color=colour, label=run.name)
             largest = max(largest, float(np.percentile(values, _LARGEST_SHOWN)))
     panel.set_title(TITLES[name].capitalize())
-    panel.set_xlabel(unit)
+    panel.set_xlabel(f"time ({unit})")
+    panel.set_ylabel("share of the values")
     panel.set_xlim(0, largest * 1.02 or 1)
     panel.set_ylim(0, 1)
     panel.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -218,13 +218,16 @@ class RunFacts(BaseModel):
     """Content of `run.json`.
 
     `left_out` recorded answers exceeded the context. `repeated` requests of each repeat were
-    repetitions of earlier ones.
+    repetitions of earlier ones. `client` names the client's software and machine, and
+    `server_version` is the version of the server's vLLM; both may be unknown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     settings: LoadSettings
     started: str
+    client: str | None = None
+    server_version: str | None = None
     repeats: list[RepeatFacts] = []
     left_out: NonNegativeInt = 0
     repeated: NonNegativeInt = 0

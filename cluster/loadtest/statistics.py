@@ -16,6 +16,7 @@ from scipy import stats
 
 from apar_core.errors import EvaluationError
 from apar_core.intervals import MIN_REPEATS, Estimate
+from apar_core.suggestions import did_you_mean
 from cluster.durations import parse_duration
 from cluster.loadtest.run_file import SAMPLE_S, RequestRecord
 
@@ -103,7 +104,10 @@ def parse_slo(text: str) -> Objectives:
         name, _, value = (side.strip() for side in part.partition("="))
         if name not in REQUEST_TIMES:
             known = ", ".join(REQUEST_TIMES)
-            raise EvaluationError(f"--slo {part!r}: unknown time {name!r}; known: {known}")
+            raise EvaluationError(
+                f"--slo {part!r}: unknown time {name!r}; known: {known}"
+                f"{did_you_mean(name, REQUEST_TIMES)}"
+            )
         if name in objectives:
             raise EvaluationError(f"--slo {text!r}: {name} is repeated")
         try:

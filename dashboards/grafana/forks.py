@@ -7,7 +7,9 @@ from dashboards.grafana.panels import (
     BLOCKS,
     BLOCKS_PER_S,
     FORKS_PER_S,
+    JOINS_PER_S,
     LEVELS,
+    ROWS_PER_S,
     SECONDS,
     SHARE,
     STEPS_PER_S,
@@ -267,6 +269,7 @@ def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
         Query(rate(of.KV_RELEASED_EARLY_BLOCKS), "released early"),
         Query(rate(of.FAMILY_SAVED_BLOCKS), "reads saved"),
         Query(rate(of.FAMILY_ROWS), "rows in families"),
+        right_axis={"E": ROWS_PER_S},
     )
 
 
@@ -285,6 +288,7 @@ def joins(span: int = 8, height: int = 8) -> AnyPanel:
         Query(rate(of.JOINS), "joins"),
         Query(rate(of.JOIN_TOKENS, "outcome"), "tokens {{outcome}}"),
         Query(rate(of.DISCARDED_TOKENS), "tokens discarded"),
+        right_axis={"A": JOINS_PER_S},
     )
 
 

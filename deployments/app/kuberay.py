@@ -90,7 +90,7 @@ def arguments_of(args: dict[str, Any]) -> KubeRayArguments:
     try:
         arguments = KubeRayArguments.model_validate(reachable)
     except ValidationError as error:
-        raise ConfigError(f"args.{problems_of(error)}") from None
+        raise ConfigError(f"args.{problems_of(error, KubeRayArguments)}") from None
     for model in arguments.cluster.models:
         # The default, the number of this machine's cores, would be the head pod's.
         if arguments.device == "cpu" and model.cpu_threads is None:

@@ -6,13 +6,15 @@ They need no library of models, so that a wrong name or a broken file ends `apar
 import json
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from apar_core.checkpoint_folder import ADAPTER_CONFIG
+from apar_core.suggestions import did_you_mean
 from deployments.config.files import ConfigError
 
+# A name that resembles a preset is refused, though the hub might have it.
+_SURE = 0.75
 _HEADER_LENGTH_BYTES = 8
 # Larger headers are refused by the safetensors library.
 _MAX_HEADER_BYTES = 100_000_000
@@ -40,10 +42,9 @@ def check_name(name: str, presets: Sequence[str]) -> None:
         raise ConfigError(f"{name} is a file; give the folder that contains it")
     if name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"no such folder: {name}{_similar_folder(path)}")
-    if "/" not in name and (similar := get_close_matches(name, presets, n=1, cutoff=0.75)):
+    if "/" not in name and (similar := did_you_mean(name, presets, cutoff=_SURE)):
         raise ConfigError(
-            f"{name} is neither a preset nor a folder; did you mean {similar[0]}? "
-            f"Presets: {', '.join(presets)}"
+            f"{name} is neither a preset nor a folder; presets: {', '.join(presets)}{similar}"
         )
 
 
@@ -52,8 +53,7 @@ def _similar_folder(path: Path) -> str:
         folders = [each.name for each in path.parent.iterdir() if each.is_dir()]
     except OSError:
         return ""
-    similar = get_close_matches(path.name, folders, n=1, cutoff=0.75)
-    return f"; did you mean {path.with_name(similar[0])}?" if similar else ""
+    return did_you_mean(path.name, folders, folder=path.parent, cutoff=_SURE)
 
 
 def check_checkpoint_folder(

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from apar_core.errors import AparError
+from apar_core.suggestions import did_you_mean_field
 from apar_core.yaml_files import load_yaml
 
 _MODELS = ("models",)
@@ -88,7 +88,7 @@ def problems_of(error: ValidationError, kind: type[BaseModel] | None = None) -> 
     With the validated model, an unknown key gets the nearest known one as a suggestion.
     """
     return "; ".join(
-        _problem(problem) + _suggestion(problem, kind)
+        _problem(problem) + ("" if kind is None else did_you_mean_field(problem, kind))
         for problem in error.errors()
         # A list whose only items are invalid is not also too short.
         if not (problem["type"] == "too_short" and problem["input"] and problem["loc"] == _MODELS)
@@ -100,27 +100,10 @@ def _problem(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not place:
         return str(message)
-    shown = f" (got {problem['input']!r})" if _may_be_shown(problem) else ""
+    given = problem["input"]
+    is_named = isinstance(given, str) and repr(given) in message
+    shown = f" (got {given!r})" if _may_be_shown(problem) and not is_named else ""
     return f"{place}: {message}{shown}"
-
-
-def _suggestion(problem: Any, kind: type[BaseModel] | None) -> str:
-    if problem["type"] != "extra_forbidden":
-        return ""
-    *sections, key = problem["loc"]
-    for section in sections:
-        if kind is not None and not isinstance(section, int):
-            field = kind.model_fields.get(section)
-            kind = None if field is None else _model_in(field.annotation)
-    near = get_close_matches(str(key), kind.model_fields if kind else (), n=1)
-    return f"; did you mean `{near[0]}`?" if near else ""
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of a field, also of an optional one or of a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for each in get_args(annotation) if (found := _model_in(each))), None)
 
 
 def _may_be_shown(problem: Any) -> bool:

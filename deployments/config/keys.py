@@ -186,7 +186,7 @@ def load_keys(path: Path) -> tuple[KeyConfig, ...]:
         keys = _KEYS.validate_python(loaded)
         check_keys(keys)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {problems_of(error)}") from error
+        raise ConfigError(f"{path}: {problems_of(error, KeyConfig)}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     return keys

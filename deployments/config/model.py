@@ -156,8 +156,10 @@ def served_by_default() -> str:
 def model_path(name: str) -> str:
     """Return the checkpoint of a preset; folders and Hugging Face names are their own.
 
-    Raises ConfigError if the checkpoint must be fetched first.
+    Raises ConfigError for a misspelt preset, a missing folder and a checkpoint that must be
+    fetched first.
     """
+    check_name(name, list(PRESETS))
     preset = preset_of(name)
     preset.check_fetched()
     return preset.path

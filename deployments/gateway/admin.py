@@ -89,7 +89,7 @@ class Admin:
         except ValidationError as error:
             location = error.errors()[0]["loc"]
             raise RequestError(
-                problems_of(error), param=str(location[0]) if location else None
+                problems_of(error, KeyConfig), param=str(location[0]) if location else None
             ) from None
         try:
             check_keys([*ring.configured, *(stored.key for stored in ring.stored), key])

@@ -159,7 +159,7 @@ def in_place_settings(user_config: dict[str, Any]) -> InPlaceSettings:
         settings = InPlaceSettings.model_validate(user_config)
         check_keys(settings.keys or ())
     except ValidationError as error:
-        raise ConfigError(f"user_config: {problems_of(error)}") from None
+        raise ConfigError(f"user_config: {problems_of(error, InPlaceSettings)}") from None
     except ValueError as error:
         raise ConfigError(f"user_config: {error}") from None
     return settings

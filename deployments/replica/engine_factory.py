@@ -5,7 +5,6 @@ import logging
 from argparse import Action, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from apar_core.engine.fork_adapter import lora_rank
 from apar_core.engine.input_processor import forks
 from apar_core.errors import CheckpointError
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
+from apar_core.suggestions import did_you_mean
 from apar_core.vllm_names import (
     DetokenizeRequest,
     FlexibleArgumentParser,
@@ -70,9 +70,9 @@ def server_arguments(model: str, served_name: str, engine: Mapping[str, Any]) ->
     }
     for name, value in values.items():
         if not hasattr(args, name):
-            similar = get_close_matches(name, vars(args), n=1)
-            hint = f"; did you mean {similar[0]!r}?" if similar else ""
-            raise CheckpointError(f"vLLM has no engine argument {name!r}{hint}")
+            raise CheckpointError(
+                f"vLLM has no engine argument {name!r}{did_you_mean(name, vars(args))}"
+            )
         checked = _scalar(name, value, actions.get(name))
         setattr(args, name, _parsed(name, checked, default=getattr(args, name)))
     if args.enable_prefix_caching is False and args.runner != "pooling":

@@ -67,6 +67,7 @@ def chat_server(script: Script, **fields: Any) -> Iterator[ChatServer]:
     async def serve() -> None:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/v1/models", partial(_models, seen))
+        app.router.add_get("/version", _version)
         app.router.add_post("/v1/chat/completions", partial(_counted, seen, script))
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
@@ -90,6 +91,10 @@ async def _models(seen: ChatServer, request: web.Request) -> web.Response:
     if request.headers.get("Authorization") == "Bearer wrong":
         return web.json_response({"error": {"message": "no such key"}}, status=401)
     return web.json_response({"object": "list", "data": list(seen.models)})
+
+
+async def _version(request: web.Request) -> web.Response:
+    return web.json_response({"version": "0.32.1"})
 
 
 async def _counted(seen: ChatServer, script: Script, request: web.Request) -> web.StreamResponse:

@@ -102,7 +102,7 @@ def test_a_model_of_another_family_is_converted_although_training_was_interrupte
 
     assert again.returncode == 0, again.stdout + again.stderr
     assert "1/3 training trees: done before" in again.stdout
-    assert f"apar serve --model {out / 'model'}" in again.stdout.replace("\n", "")
+    assert f"apar serve {out / 'model'}" in again.stdout.replace("\n", "")
     card = (out / "model" / "README.md").read_text()
     assert "Chats of chats.jsonl." in card
     stages = json.loads((out / "stages.json").read_text())

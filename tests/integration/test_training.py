@@ -26,7 +26,8 @@ from apar_core.offline.evaluation.fork_check import TransformersThreadDecoder
 from apar_core.offline.training import recipe as recipe_module
 from apar_core.offline.training.example_encoder import prompt_token_ids
 from apar_core.offline.training.pretrained import tree_tokens
-from apar_core.offline.training.train_tiny import TinyModelSettings, tiny_recipe, train_tiny
+from apar_core.offline.training.recipe import TinyModelSettings
+from apar_core.offline.training.train_tiny import tiny_recipe, train_tiny
 from apar_core.offline.training.tree_trainer import StepReport
 from cluster.cli.main import app
 from tests.fakes.example_files import write_examples

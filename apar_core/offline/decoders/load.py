@@ -60,6 +60,7 @@ from apar_core.offline.speculation.sparse_tree import (
 )
 from apar_core.offline.training.tree_forward import limited_attention
 from apar_core.step_costs.costs import StepCosts
+from apar_core.suggestions import did_you_mean
 from apar_core.tree.restore import TreeStream
 
 DecoderName = Literal[
@@ -248,7 +249,10 @@ def load_decoder(
     do not fit, and a missing table of prompt tokens or missing pass times.
     """
     if name not in DECODER_NAMES:
-        raise CheckpointError(f"decoder must be one of {', '.join(DECODER_NAMES)}, got {name!r}")
+        raise CheckpointError(
+            f"decoder must be one of {', '.join(DECODER_NAMES)}, got {name!r}"
+            f"{did_you_mean(name, DECODER_NAMES)}"
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(model, str | Path):

@@ -25,6 +25,7 @@ from apar_core.errors import EvaluationError
 from apar_core.json_lines import read_lines
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.data.tiny_corpus.generator import Corpus
+from apar_core.suggestions import did_you_mean
 from apar_core.whole_files import replace_file
 
 FASTCHAT_URLS = tuple(
@@ -343,6 +344,9 @@ def load_prompts(name_or_path: str, folder: Path | None = None) -> list[Question
         return held_out_questions()
     path = Path(name_or_path)
     if not path.is_file():
-        names = ", ".join([*BENCHMARKS, HUMAN_EVAL, HELD_OUT])
-        raise EvaluationError(f"{name_or_path!r} is neither one of {names} nor a file of questions")
+        names = [*BENCHMARKS, HUMAN_EVAL, HELD_OUT]
+        raise EvaluationError(
+            f"{name_or_path!r} is neither one of {', '.join(names)} nor a file of questions"
+            f"{did_you_mean(name_or_path, names)}"
+        )
     return read_question_file(path)

@@ -51,6 +51,7 @@ from apar_core.offline.evaluation.measurement import (
 )
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.replay_text import ModelText, load_text
+from apar_core.suggestions import did_you_mean
 from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_scripts
 
@@ -143,7 +144,10 @@ def check_settings(settings: SpeedSettings) -> None:
     named = [("--decoders", name) for name in settings.decoders]
     for option, name in [*named, ("--against", settings.baseline)]:
         if name is not None and name not in DECODER_NAMES:
-            raise EvaluationError(f"{option} {name!r} is not one of {', '.join(DECODER_NAMES)}")
+            raise EvaluationError(
+                f"{option} {name!r} is not one of {', '.join(DECODER_NAMES)}"
+                f"{did_you_mean(name, DECODER_NAMES)}"
+            )
     if len({*settings.decoders, settings.baseline_name}) <= len(settings.decoders):
         raise EvaluationError("--decoders and --against name the same decoder twice")
     if settings.baseline_model is not None:

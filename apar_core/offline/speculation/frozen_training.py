@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Generic, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -43,7 +42,7 @@ from apar_core.offline.training.pretrained import (
     pad_token_id,
     recipe_dtype,
 )
-from apar_core.offline.training.recipe import FrozenModelRecipe, load_recipe
+from apar_core.offline.training.recipe import FrozenModelRecipe, TinySettings, load_recipe
 from apar_core.offline.training.train_tiny import CorpusTrees
 from apar_core.offline.training.tree_dataset import TreeGroups
 from apar_core.offline.training.tree_trainer import (
@@ -72,15 +71,6 @@ class FrozenTrainer(TreeTrainer):
     def __init__(self, module: Module, frozen: PreTrainedModel, *args: Any, **kw: Any) -> None:
         super().__init__(module, *args, **kw)
         self.frozen = frozen.eval().requires_grad_(False).to(self.args.device)
-
-
-class TinySettings(BaseModel, Generic[RecipeT]):
-    """Recipe of a run beside the embedded model, over the broad mixture of its corpus."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    recipe: RecipeT = Field(description="Settings of the run; its seed determines split and draws.")
-    num_held_out: int = Field(200, ge=1, description="Held-out prompts for the acceptance table.")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from torch.nn import Module
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from apar_core.offline.speculation.frozen_training import FrozenTrainer, TinySettings, Trained
+from apar_core.offline.speculation.frozen_training import FrozenTrainer, Trained
 from apar_core.offline.speculation.medusa_heads import MedusaHeads, save_medusa_heads
 from apar_core.offline.training.packing import IGNORED_TARGET, PackedTree, next_indices
-from apar_core.offline.training.recipe import MedusaRecipe
+from apar_core.offline.training.recipe import MedusaRecipe, TinySettings
 from apar_core.offline.training.tree_forward import hidden_states
 from apar_core.offline.training.tree_trainer import Batch, TreeCollator, tree_batch
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from apar_core.errors import TrainingError
-from apar_core.offline.speculation.frozen_training import FrozenTrainer, TinySettings, Trained
+from apar_core.offline.speculation.frozen_training import FrozenTrainer, Trained
 from apar_core.offline.speculation.prompt_forward import (
     Insertions,
     PromptCollator,
@@ -26,7 +26,7 @@ from apar_core.offline.speculation.prompt_forward import (
     prompt_predictions,
 )
 from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
-from apar_core.offline.training.recipe import PromptRecipe
+from apar_core.offline.training.recipe import PromptRecipe, TinySettings
 from apar_core.offline.training.tree_trainer import Batch
 
 # Of the authors' code.

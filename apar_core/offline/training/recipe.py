@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Generic, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from apar_core.errors import TrainingError
+from apar_core.suggestions import did_you_mean, did_you_mean_field
 from apar_core.yaml_files import load_yaml
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -219,6 +220,88 @@ class PromptRecipe(FrozenModelRecipe):
     )
 
 
+FrozenRecipeT = TypeVar("FrozenRecipeT", bound=FrozenModelRecipe)
+
+
+class TinySettings(BaseModel, Generic[FrozenRecipeT]):
+    """Recipe of a run beside the embedded model, over the broad mixture of its corpus."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: FrozenRecipeT = Field(
+        description="Settings of the run; its seed determines split and draws."
+    )
+    num_held_out: int = Field(200, ge=1, description="Held-out prompts for the acceptance table.")
+
+
+class TinyModelSettings(BaseModel):
+    """Sizes of the embedded Llama, by default those of apar-tiny, and of its vocabulary."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vocabulary_size: int = Field(
+        4096, ge=300, description="Vocabulary entries, including special tokens."
+    )
+    hidden_size: PositiveInt = Field(256, description="Width of the hidden states.")
+    intermediate_size: PositiveInt = Field(704, description="Width of the MLPs.")
+    num_layers: PositiveInt = Field(4, description="Number of layers.")
+    num_heads: PositiveInt = Field(8, description="Query heads of a layer.")
+    num_key_value_heads: PositiveInt = Field(8, description="Key and value heads of a layer.")
+    max_positions: PositiveInt = Field(2048, description="Context length (tokens).")
+    rope_theta: PositiveFloat = Field(10000.0, description="Base of the rotary embedding.")
+
+
+class TrainingPhase(BaseModel):
+    """Training run over a mixture of the corpus, from warmup to a learning rate of zero."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mixture: Literal["broad", "finishing", "polishing", "settling", "joining"] = Field(
+        description="Sampling weights of the kinds of examples."
+    )
+    stream: str = Field(description="Name of the sample of examples.")
+    average_share: float = Field(
+        0.0, ge=0, description="Weight of this phase's result in the saved average."
+    )
+    start_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the answers that join of which only the starts of threads are "
+        "learned.",
+    )
+    recipe: TrainingRecipe = Field(description="Settings of the run.")
+
+
+class TinyTrainingSettings(BaseModel):
+    """Recipe of the embedded model: several training runs on the same weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: NonNegativeInt = Field(0, description="Seed for split, corpus and weights.")
+    model: TinyModelSettings = Field(TinyModelSettings(), description="Sizes of the model.")
+    phases: tuple[TrainingPhase, ...] = Field(min_length=1, description="Training runs in order.")
+    num_executors: PositiveInt = Field(2, description="CPU threads of torch.")
+
+    @property
+    def num_steps(self) -> int:
+        """Total steps of all phases."""
+        return sum(phase.recipe.num_steps for phase in self.phases)
+
+    def with_num_steps(self, num_steps: int) -> TinyTrainingSettings:
+        """Return the recipe with its phases scaled to `num_steps` in total."""
+        phases: list[TrainingPhase] = []
+        before = steps_so_far = 0
+        for phase in self.phases:
+            before += phase.recipe.num_steps
+            steps = round(num_steps * before / self.num_steps) - steps_so_far
+            steps_so_far += steps
+            if steps:
+                recipe = phase.recipe.model_copy(update={"num_steps": steps})
+                phases.append(phase.model_copy(update={"recipe": recipe}))
+        return self.model_copy(update={"phases": tuple(phases)})
+
+
 RecipeT = TypeVar("RecipeT", bound=BaseModel)
 
 
@@ -238,7 +321,7 @@ def load_recipe(name_or_file: str, kind: type[RecipeT]) -> RecipeT:
         if not path.is_file():
             raise TrainingError(
                 f"recipe {name_or_file!r} is neither a file nor one of "
-                f"{', '.join(shipped_recipes())}"
+                f"{', '.join(shipped_recipes())}{did_you_mean(name_or_file, shipped_recipes())}"
             )
     try:
         return kind.model_validate(load_yaml(path.read_text(encoding="utf-8")))
@@ -247,6 +330,7 @@ def load_recipe(name_or_file: str, kind: type[RecipeT]) -> RecipeT:
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(str(part) for part in problem['loc']) or 'recipe'}: {problem['msg']}"
+            f"{did_you_mean_field(problem, kind)}"
             for problem in error.errors()
         )
         raise TrainingError(f"recipe {path}: {problems}") from error

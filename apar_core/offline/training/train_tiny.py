@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import Module
@@ -40,7 +39,13 @@ from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.joined_encoder import MARKER_TOKENS, JoinedEncoder
 from apar_core.offline.training.packing import PackedTree, join_trees
 from apar_core.offline.training.pretrained import add_tokens, load_tokenizer, pad_token_id
-from apar_core.offline.training.recipe import TrainingRecipe, load_recipe
+from apar_core.offline.training.recipe import (
+    TinyModelSettings,
+    TinyTrainingSettings,
+    TrainingPhase,
+    TrainingRecipe,
+    load_recipe,
+)
 from apar_core.offline.training.tree_trainer import (
     OnStep,
     StepReport,
@@ -58,86 +63,13 @@ _CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 # Batches that are drawn at once and sorted, so that a batch has rows of similar length.
 _BATCHES_PER_DRAW = 20
 
-_MIXTURES = {
+MIXTURES = {
     "broad": BROAD_WEIGHTS,
     "finishing": FINISHING_WEIGHTS,
     "polishing": POLISHING_WEIGHTS,
     "settling": SETTLING_WEIGHTS,
     "joining": JOINING_WEIGHTS,
 }
-
-
-class TinyModelSettings(BaseModel):
-    """Sizes of the embedded Llama, by default those of apar-tiny, and of its vocabulary."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    vocabulary_size: int = Field(
-        4096, ge=300, description="Vocabulary entries, including special tokens."
-    )
-    hidden_size: PositiveInt = 256
-    intermediate_size: PositiveInt = 704
-    num_layers: PositiveInt = 4
-    num_heads: PositiveInt = 8
-    num_key_value_heads: PositiveInt = 8
-    max_positions: PositiveInt = 2048
-    rope_theta: PositiveFloat = 10000.0
-
-
-class TrainingPhase(BaseModel):
-    """Training run over a mixture of the corpus, from warmup to a learning rate of zero."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    mixture: Literal["broad", "finishing", "polishing", "settling", "joining"] = Field(
-        description="Sampling weights of the kinds of examples."
-    )
-    stream: str = Field(description="Name of the sample of examples.")
-    average_share: float = Field(
-        0.0, ge=0, description="Weight of this phase's result in the saved average."
-    )
-    start_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Share of the answers that join of which only the starts of threads are "
-        "learned.",
-    )
-    recipe: TrainingRecipe = Field(description="Settings of the run.")
-
-    @property
-    def kind_weights(self) -> KindWeights:
-        """Sampling weights of the mixture."""
-        return _MIXTURES[self.mixture]
-
-
-class TinyTrainingSettings(BaseModel):
-    """Recipe of the embedded model: several training runs on the same weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    seed: NonNegativeInt = Field(0, description="Seed for split, corpus and weights.")
-    model: TinyModelSettings = Field(TinyModelSettings(), description="Sizes of the model.")
-    phases: tuple[TrainingPhase, ...] = Field(min_length=1, description="Training runs in order.")
-    num_executors: PositiveInt = Field(2, description="CPU threads of torch.")
-
-    @property
-    def num_steps(self) -> int:
-        """Total steps of all phases."""
-        return sum(phase.recipe.num_steps for phase in self.phases)
-
-    def with_num_steps(self, num_steps: int) -> TinyTrainingSettings:
-        """Return the recipe with its phases scaled to `num_steps` in total."""
-        phases: list[TrainingPhase] = []
-        before = steps_so_far = 0
-        for phase in self.phases:
-            before += phase.recipe.num_steps
-            steps = round(num_steps * before / self.num_steps) - steps_so_far
-            steps_so_far += steps
-            if steps:
-                recipe = phase.recipe.model_copy(update={"num_steps": steps})
-                phases.append(phase.model_copy(update={"recipe": recipe}))
-        return self.model_copy(update={"phases": tuple(phases)})
 
 
 def tiny_recipe(name_or_file: str = "apar-tiny") -> TinyTrainingSettings:
@@ -329,7 +261,7 @@ def train_phase(
             phase.recipe,
             collator=TreeCollator.for_model(model, pad_id),
             train_rows=CorpusTrees(
-                phase.kind_weights,
+                MIXTURES[phase.mixture],
                 phase.stream,
                 seed,
                 phase.recipe,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,11 +21,13 @@ from pydantic import (
 )
 
 from apar_core.errors import StepCostsError
+from apar_core.installation import processor_name
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.files import read_costs
 from apar_core.step_costs.gpus import find_gpu
 from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import kv_tokens, step_costs
+from apar_core.suggestions import did_you_mean
 from cluster.lab.experiments.methods import ADAPTIVE, EAGER, METHODS, PEER_METHODS, SEQUENTIAL
 
 Engine = Literal["virtual", "real"]
@@ -135,7 +138,10 @@ class ExperimentSettings(BaseModel):
     def _check_methods(cls, methods: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         unknown = [method for method in methods if method not in METHODS]
         if unknown:
-            raise ValueError(f"unknown method {', '.join(unknown)}: known are {', '.join(METHODS)}")
+            raise ValueError(
+                f"unknown method {', '.join(unknown)}: known are {', '.join(METHODS)}"
+                f"{did_you_mean(unknown[0], METHODS)}"
+            )
         if SEQUENTIAL not in methods:
             raise ValueError(f"{SEQUENTIAL} must be among the methods: all are compared with it")
         if info.data.get("engine") == "real":
@@ -276,16 +282,7 @@ def machine_name() -> str:
 
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name(0))
-    import os
-    import platform
-
-    processor = platform.machine()
-    with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
-    return f"{os.cpu_count()} cores of {processor}"
+    return f"{os.cpu_count()} cores of {processor_name()}"
 
 
 def closed_loop_answers(concurrency: int, available: int, least: int = 48) -> int:

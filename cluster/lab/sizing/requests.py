@@ -11,6 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from apar_core.errors import EvaluationError
+from apar_core.suggestions import did_you_mean
 from apar_core.tree import ROOT_THREAD, ParagraphTree, child_thread, restore
 from apar_core.tree.threads import thread_scripts
 from cluster.lab.sizing.errors import SizingError
@@ -84,7 +85,10 @@ PROFILES = {profile.name: profile for profile in _PROFILES}
 def find_profile(name: str) -> ForkProfile:
     """Return a profile by its name. Raises SizingError for an unknown one."""
     if name not in PROFILES:
-        raise SizingError(f"unknown fork profile {name!r}: known are {', '.join(PROFILES)}")
+        raise SizingError(
+            f"unknown fork profile {name!r}: known are {', '.join(PROFILES)}"
+            f"{did_you_mean(name, PROFILES)}"
+        )
     return PROFILES[name]
 
 

@@ -12,9 +12,11 @@ import httpx
 import openai
 import pytest
 
+from tests.fakes.quick_start import program
 from tests.fakes.tagged_streams import TaggedReader
 from tests.integration.serving.apar_process import (
     ENGINE,
+    REQUEST_S,
     TOKEN,
     Server,
     authorization,
@@ -313,6 +315,26 @@ def test_a_stream_whose_replica_is_killed_continues(
         assert [each["sequence_number"] for each in events] == list(range(len(events)))
         assert len({each["item_id"] for each in events if "item_id" in each}) == 1
         assert text_of(path, events[-1]["response"]) == text_of(path, whole)
+
+
+@pytest.mark.parametrize("first_line", ["from langchain_openai", "import litellm"])
+def test_a_snippet_of_the_clients_page_prints_an_answer(server: Server, first_line: str) -> None:
+    python = os.environ.get(CLIENTS_PYTHON)
+    if python is None:
+        pytest.skip("run it by .ci/test-clients, which installs the clients")
+    snippet = program(first_line, ("docs/apis.md",)).replace('"none"', f'"{TOKEN}"')
+
+    done = subprocess.run(
+        [python, "-c", snippet.replace("http://127.0.0.1:8000", server.url)],
+        capture_output=True,
+        text=True,
+        timeout=REQUEST_S,
+        check=False,
+        env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 5
 
 
 def test_other_clients_work_unmodified(server: Server) -> None:

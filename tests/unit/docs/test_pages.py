@@ -2,6 +2,8 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -13,6 +15,14 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from apar_core.offline.training.recipe import (
+    LoraSettings,
+    MedusaRecipe,
+    PromptRecipe,
+    TinyModelSettings,
+    TinyTrainingSettings,
+    shipped_recipes,
+)
 from deployments.config import ClusterConfig
 from deployments.config.autoscaling import AutoscalingConfig
 from deployments.config.limits import LimitsConfig
@@ -24,6 +34,7 @@ from deployments.config.routing import RoutingSettings
 from deployments.config.tracing import TracingConfig
 from deployments.metrics import catalogue
 from docs.build import PAGES, ROOT, dead_links, documents, page_of, references
+from tests.fakes.quick_start import blocks
 
 # Entries of the log name files of their commit.
 LOG = ROOT / "docs" / "experiments"
@@ -56,6 +67,42 @@ def test_every_page_is_in_the_navigation() -> None:
     written = {page_of(file) for file in (ROOT / "docs").rglob("*.md")} | set(PAGES.values())
 
     assert listed == written - entries
+
+
+def test_the_recipe_reference_has_every_recipe_and_field() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    used = dict(re.findall(r"^\| `([\w-]+)` \| `(apar train.*?)` \|", page, re.MULTILINE))
+    fields = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", page, re.MULTILINE)
+
+    assert sorted(used) == shipped_recipes()
+    assert (used["convert"], used["medusa"], used["ppd"]) == (
+        "apar train", "apar train-medusa", "apar train-prompts"
+    )  # fmt: skip
+    assert used["apar-tiny-prompts"] == "apar train-tiny --prompts"
+    models = (PromptRecipe, MedusaRecipe, LoraSettings, TinyTrainingSettings, TinyModelSettings)
+    assert {field for model in models for field in model.model_fields} <= {
+        each for each, _ in fields
+    }
+    assert all(meaning for _, meaning in fields)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_the_programs_of_a_page_are_python(page: Path) -> None:
+    for block in blocks("python", (str(page.relative_to(ROOT)),)):
+        compile(block, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_the_program_for_the_vercel_ai_sdk_is_javascript(tmp_path: Path) -> None:
+    [block] = blocks("javascript", ("docs/apis.md",))
+    file = tmp_path / "snippet.mjs"
+    file.write_text(block)
+
+    checked = subprocess.run(
+        ["node", "--check", file], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_the_log_lists_every_entry() -> None:

@@ -127,7 +127,7 @@ def test_an_unusable_model_is_an_error_before_anything_is_read(
     exit_code, output = run(source, "--out", tmp_path / "out", "--model", "/nowhere/model")
 
     assert exit_code == 1
-    assert "no such model folder: /nowhere/model" in output
+    assert "no such folder: /nowhere/model" in output
     assert not (tmp_path / "out").exists()
 
 

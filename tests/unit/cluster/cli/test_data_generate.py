@@ -109,7 +109,7 @@ def test_an_answer_without_its_end_is_left_out(tmp_path: Path, questions: Path) 
         (("--target", "http://h/v1"), "--target http://h/v1 also needs --model-name"),
         (("--target", "host", "--model-name", "m"), "'host' is not a URL"),
         (("--model", "apar-tiny", "--prompts", "FILE", "--system", "S"), "--system steers sampled"),
-        (("--model", "/no/such/model"), "no such model folder: /no/such/model"),
+        (("--model", "/no/such/model"), "no such folder: /no/such/model"),
         (("--prompts", "EMPTY", "--model", "apar-tiny"), "contains no questions"),
     ],
 )

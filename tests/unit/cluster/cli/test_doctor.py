@@ -149,6 +149,48 @@ def test_a_named_format_that_cannot_be_is_a_problem(name: str, problem: str) -> 
     assert (finding.problem or "").startswith(problem)
 
 
+def test_a_format_of_ones_own_is_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("{like: apar, name: mine}")
+
+    *_, shown, forks = check_checkpoint("apar-tiny", str(file))
+
+    assert shown.value.startswith("mine, by its configuration (tier 1: the parent continues)")
+    assert forks.value.startswith("yes, mine: [Fork] ")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "{like: apar, triger: x}",
+            "triger: Extra inputs are not permitted; did you mean trigger?",
+        ),
+        ("{like: threadweaver, join: {heder: x}}", "did you mean header?"),
+        ("{like: appar}", "unknown format 'appar'; known: apar, "),
+        ("{name: mine}", "parent: Field required"),
+        ("{like: hpd-parsing, name: mine}", "format 'mine' needs '<FORK>' as one token"),
+        ("{like: ", "mine.yaml: "),
+        ("- apar", "Input should be a valid dictionary"),
+    ],
+)
+def test_a_wrong_file_of_a_format_is_a_problem(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+
+    result = apar("doctor", "--parallel-format", file)
+
+    assert result.exit_code == 1
+    assert problem in " ".join(result.output.split())
+
+
+def test_a_missing_file_of_a_format_is_a_problem() -> None:
+    *_, finding = check_checkpoint("apar-tiny", "/nowhere/mine.yaml")
+
+    assert "/nowhere/mine.yaml: " in (finding.problem or "")
+    assert "No such file" in (finding.problem or "")
+
+
 @pytest.mark.parametrize("vllm", ["0.32.0", "0.32.1", "0.33.0+cpu"])
 def test_supported_versions_and_their_builds_are_no_problem(vllm: str) -> None:
     versions = {"vllm": vllm, "ray": "2.60.0", "torch": "2.14.0", "transformers": "5.20.0"}

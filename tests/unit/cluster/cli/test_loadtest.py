@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +76,10 @@ def test_a_run_is_written_shown_and_compared(tmp_path: Path) -> None:
     assert len(server.bodies) == 13 + 7
     for words in ("time to first token", "goodput", "Metrics of the servers", "report.html"):
         assert words in output
+    facts = json.loads((tmp_path / "two" / "report.json").read_text())["facts"]
+    assert facts["Server"] == "vLLM 0.32.1, on the client's machine"
+    assert facts["Client"].startswith(f"apar-serve {version('apar-serve')}, Python 3.")
+    assert f"{os.cpu_count()} cores of " in facts["Client"]
     assert code == 0, compared
     assert "Ratio" in compared
     assert (tmp_path / "both" / "report.html").exists()

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from tests.fakes.apar_command import apar
@@ -77,6 +79,63 @@ def test_every_option_is_described_in_a_sentence_and_every_command_has_an_exampl
         for parameter in command.params:
             assert parameter.help, (name, parameter.name)
             assert parameter.help[-1] in ".)", (name, parameter.name, parameter.help)
+
+
+def everything(command: Any = None, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each command and each group with its full name, `apar` itself first."""
+    command = get_command(app) if command is None else command
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from everything(inner, f"{path} {name}".strip())
+
+
+@pytest.mark.parametrize(("name", "command"), everything(), ids=str)
+def test_help_is_readable_in_80_columns(name: str, command: Any) -> None:
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
+    output = runner.invoke(app, [*name.split(), "--help"], prog_name="apar").output
+
+    rows = [line[2:-2] for line in output.splitlines() if line.startswith("│")]
+    words = " ".join(rows).replace(",", " ").split()
+    options = [each for parameter in command.params for each in parameter.opts if each[0] == "-"]
+    assert max(map(len, output.splitlines())) <= 80
+    assert set(options) <= set(words)
+    # The column of the meanings has half of the width or more.
+    assert all(len(row) - len(row.lstrip()) < 40 for row in rows)
+    prose = output.partition("╭")[0].splitlines()
+    for line, following in pairwise(prose):
+        if line.strip() and following.strip():
+            assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("apar ser", ["serve"]),
+        ("apar serve apar-t", ["apar-tiny", "apar-tiny-threadweaver"]),
+        ("apar serve --model smol", ["smollm2-135m"]),
+        ("apar serve --parallel-format thr", ["threadweaver"]),
+        ("apar serve ./", []),
+        ("apar generate --decoder ppd", ["ppd", "ppd_apar"]),
+        ("apar evaluate speed --decoders plain,med", ["plain,medusa", "plain,medusa_apar"]),
+        ("apar train --recipe apar-l", ["apar-lora"]),
+    ],
+)
+def test_a_shell_completes_what_was_typed(typed: str, completed: list[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    runner = CliRunner(env={"_APAR_COMPLETE": "complete_bash", **words})
+
+    result = runner.invoke(app, prog_name="apar")
+
+    assert result.output.split() == completed
+
+
+def test_the_completion_script_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The shell is an argument then, instead of that of the test's parent process.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+
+    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="apar")
+
+    assert "complete -o default -F _apar_completion apar" in result.output
 
 
 def test_version_is_the_packages() -> None:

@@ -81,6 +81,48 @@ def test_a_wrong_number_is_refused_by_its_option(command: str, option: str, valu
     assert f"Invalid value for '{option}'" in result.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("apar-tiny",),
+        ("apar-tiny", "--model", "apar-tiny"),
+        ("--model", "apar-tiny"),
+        ("--port", "8765", "apar-tiny"),
+    ],
+    ids=" ".join,
+)
+def test_a_model_is_given_as_an_argument_or_an_option(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ClusterConfig] = []
+    monkeypatch.setattr(serve, "run", lambda settings, *_: served.append(settings))
+    monkeypatch.setattr(serve, "_check_address", lambda _: None)
+
+    assert apar("serve", *arguments).exit_code == 0
+    assert [model.checkpoint for model in served[0].models] == ["apar-tiny"]
+
+
+def test_a_format_of_ones_own_is_read_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ClusterConfig] = []
+    monkeypatch.setattr(serve, "run", lambda settings, *_: served.append(settings))
+    monkeypatch.setattr(serve, "_check_address", lambda _: None)
+    file = tmp_path / "mine.yaml"
+    file.write_text("{like: apar, name: mine}")
+
+    assert apar("serve", "apar-tiny", "--parallel-format", file).exit_code == 0
+    assert served[0].models[0].parallel_format is not None
+    assert served[0].models[0].parallel_format.name == "mine"
+
+
+def test_two_names_of_the_served_model_are_refused() -> None:
+    result = apar("serve", "apar-tiny", "--model", "apar-7b")
+
+    assert result.exit_code == 2
+    assert "MODEL is apar-tiny and --model is apar-7b; give one of them" in result.output
+
+
 @pytest.fixture
 def signals() -> Iterator[ServeSignals]:
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -189,9 +189,55 @@ def test_the_report_is_a_page_with_everything_in_it(tmp_path: Path) -> None:
 def test_a_run_without_successes_has_a_report(tmp_path: Path) -> None:
     run = run_of([record(error="connection", pieces=[]) for _ in range(3)])
 
-    write_report(run_report(run), tmp_path)
+    report = run_report(run)
+    write_report(report, tmp_path)
 
     assert summary(run)["tokens_per_s"]["value"] == 0.0
+    assert list(report.figures) == ["throughput"]
+    assert "no text" in [text.get_text() for text in report.figures["throughput"].axes[0].texts]
+
+
+def test_a_report_has_no_empty_plots() -> None:
+    read_late = CLUSTER.model_copy(update={"moments": []})
+    run = run_of(answers(30), sample_s=0.5)
+    run.facts.repeats[0] = run.facts.repeats[0].model_copy(update={"cluster": read_late})
+
+    assert list(run_report(run).figures) == ["throughput", "times"]
+    assert run_report(run_of([])).figures == {}
+
+
+def test_every_axis_of_the_plots_has_a_unit() -> None:
+    run = run_of(answers(30), sample_s=0.5)
+    run.facts.repeats[0] = run.facts.repeats[0].model_copy(update={"cluster": CLUSTER})
+    plots = run_report(run).figures
+
+    labels = {
+        name: {
+            label
+            for panel in plot.axes
+            if panel.get_visible()
+            for label in (panel.get_xlabel(), panel.get_ylabel())
+        }
+        for name, plot in plots.items()
+    }
+    since_start = "time since the start of the repeat (s)"
+    assert labels == {
+        # Panels above one another share the lowest one's axis of time.
+        "throughput": {"", "tokens/s", "requests", since_start},
+        "cluster": {"", "share of the KV cache", "threads", since_start},
+        "times": {"share of the values", "time (s)", "time (ms)"},
+    }
+
+
+def test_the_report_names_versions_and_machines() -> None:
+    run = run_of(answers(3))
+    known = {"client": "apar-serve 1.0, 2 cores of X", "server_version": "0.32.0"}
+
+    facts = run_report(replace(run, facts=run.facts.model_copy(update=known))).facts
+
+    assert facts["Client"] == "apar-serve 1.0, 2 cores of X"
+    assert facts["Server"] == "vLLM 0.32.0, on the client's machine"
+    assert run_report(run).facts["Server"] == "version unknown, on the client's machine"
 
 
 def test_two_runs_are_compared_figure_by_figure(tmp_path: Path) -> None:

@@ -59,6 +59,46 @@ def test_every_panel_has_a_title_a_description_and_a_unit(panel: dict[str, Any])
     assert used <= UNITS
 
 
+RATE = re.compile(r"sum(?: by \([\w, ]+\))? \(rate\((\w+)_total\{[^}]*\}\[[^]]+\]\)\)")
+"""A query that is the rate of one counter, and nothing else."""
+COUNTED = {
+    "tokens": "tokens/s",
+    "blocks": "blocks/s",
+    "rows": "rows/s",
+    "steps": "steps/s",
+    "joins": "joins/s",
+    "fork": "forks/s",
+    "decisions": "decisions/s",
+    "requests": units.RequestsPerSecond,
+    "busy_seconds": units.PercentUnit,
+}
+
+
+def shown_units(panel: dict[str, Any], ref: str) -> set[str]:
+    """What says the unit of a query's values: Grafana's unit, label of the axis, or a title."""
+    config, title, matcher = panel["fieldConfig"], panel["title"], ("byFrameRefID", ref)
+    if panel["type"] == "table":
+        [organize] = [each for each in panel["transformations"] if each["id"] == "organize"]
+        title = organize["options"]["renameByName"][f"Value #{ref}"]
+        matcher = ("byName", title)
+    found = {
+        "unit": config["defaults"]["unit"],
+        "custom.axisLabel": config["defaults"].get("custom", {}).get("axisLabel", ""),
+    }
+    for override in config["overrides"]:
+        if (override["matcher"]["id"], override["matcher"]["options"]) == matcher:
+            found |= {each["id"]: each["value"] for each in override["properties"]}
+    return {found["unit"], found["custom.axisLabel"], *title.lower().split()}
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_every_rate_shows_what_it_counts_per_second(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        if (rate := RATE.fullmatch(target["expr"])) is not None:
+            unit = next(unit for word, unit in COUNTED.items() if word in rate[1])
+            assert unit in shown_units(panel, target["refId"]), target["expr"]
+
+
 @pytest.mark.parametrize("panel", PANELS)
 def test_thresholds_are_sorted(panel: dict[str, Any]) -> None:
     field = panel.get("fieldConfig", {}).get("defaults", {})

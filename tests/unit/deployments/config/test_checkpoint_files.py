@@ -26,9 +26,12 @@ def copied(tmp_path: Path) -> Path:
 
 
 def test_a_mistyped_preset_is_answered_with_the_nearest_one() -> None:
-    assert problem(checkpoint="apar-tinny").startswith(
-        "checkpoint: apar-tinny is neither a preset nor a folder; did you mean apar-tiny? Presets: "
+    said = problem(checkpoint="apar-tinny")
+
+    assert said.startswith(
+        "checkpoint: apar-tinny is neither a preset nor a folder; presets: apar-tiny, "
     )
+    assert said.endswith("; did you mean apar-tiny?")
 
 
 @pytest.mark.parametrize("name", ["./nope", "nope/a/b", "/nope/model", "nope/", "a model"])

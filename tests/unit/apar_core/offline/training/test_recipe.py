@@ -8,18 +8,18 @@ import pytest
 from pydantic import BaseModel
 
 from apar_core.errors import TrainingError
-from apar_core.offline.speculation.frozen_training import TinySettings
 from apar_core.offline.training.recipe import (
     LoraSettings,
     MedusaRecipe,
     MuonSettings,
     PromptRecipe,
     Schedule,
+    TinySettings,
+    TinyTrainingSettings,
     TrainingRecipe,
     load_recipe,
     shipped_recipes,
 )
-from apar_core.offline.training.train_tiny import TinyTrainingSettings
 
 SMALL = TrainingRecipe(batch_size=12, micro_batch_size=2, num_steps=10, learning_rate=1e-3)
 

@@ -23,13 +23,16 @@ from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.training.packing import PackedTree
 from apar_core.offline.training.pretrained import tree_tokens
-from apar_core.offline.training.recipe import TrainingRecipe
-from apar_core.offline.training.train_tiny import (
-    SPECIAL_TOKENS,
-    CorpusTrees,
+from apar_core.offline.training.recipe import (
     TinyModelSettings,
     TinyTrainingSettings,
     TrainingPhase,
+    TrainingRecipe,
+)
+from apar_core.offline.training.train_tiny import (
+    MIXTURES,
+    SPECIAL_TOKENS,
+    CorpusTrees,
     WeightAverage,
     tiny_recipe,
     train_tiny,
@@ -212,7 +215,7 @@ def test_phases_train_in_order_on_different_examples(tmp_path: Path) -> None:
     assert [phase.recipe.num_steps for phase in settings.phases] == [4, 1, 1, 1]
     assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6, 7]
     drawn = [
-        list(Corpus(0, kind_weights=phase.kind_weights, stream=phase.stream).examples(20))
+        list(Corpus(0, kind_weights=MIXTURES[phase.mixture], stream=phase.stream).examples(20))
         for phase in settings.phases
     ]
     assert all(drawn[i] != drawn[j] for i in range(4) for j in range(i))
