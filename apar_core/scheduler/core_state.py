@@ -37,7 +37,8 @@ class CoreState:
 
     requests: requests of the engine with a live thread; a client's request with several choices or
         prompts counts as several.
-    threads: running and waiting threads. deferred_threads: children that have not started.
+    threads: running, resting and waiting threads. deferred_threads: children that have not started.
+    resting_threads: threads that took no part in the last step, to keep to a time per token.
     waiting_parents: threads that wait until their children have ended.
     kv_blocks, free_blocks: blocks of the KV cache, and blocks that no thread holds.
     step_s: mean time of the last steps.
@@ -55,6 +56,7 @@ class CoreState:
     kv_blocks: int
     free_blocks: int
     deferred_threads: int = 0
+    resting_threads: int = 0
     waiting_parents: int = 0
     deferred_by_reason: Mapping[str, int] = field(default_factory=dict)
     generated_tokens: int = 0
@@ -100,10 +102,14 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
     groups = scheduler.threads.groups
     admission, sharing, clock = scheduler.admission, scheduler.block_sharing, scheduler.step_clock
     policy = admission.policy
+    # A thread may have ended since.
+    num_resting = len(scheduler.step_plan.resting & scheduler.requests.keys())
+    counts["running_threads"] -= num_resting
     return CoreState(
         requests=len(groups) + len(scheduler.requests) - sum(len(group.live) for group in groups),
         **counts,
         deferred_threads=sum(len(group.deferred) for group in groups),
+        resting_threads=num_resting,
         waiting_parents=sum(group.num_waiting for group in groups),
         deferred_by_reason=admission.waiting_by_reason(groups),
         generated_tokens=scheduler.num_generated_tokens,

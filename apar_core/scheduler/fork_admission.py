@@ -95,13 +95,13 @@ class ForkAdmission(Generic[Child]):
         batch: StepBatch,
         num_saved: Callable[[ThreadGroup[Child], Child], int] = lambda _group, _child: 0,
         *,
-        ignores_time: bool = False,
+        limit_s: float | None = None,
     ) -> tuple[ThreadGroup[Child], Child] | None:
         """Remove and return the next child that may start; None if none may.
 
         `num_threads` are the replica's live threads, `batch` what they will compute. `num_saved`
-        returns how many of a child's attended tokens its siblings read for it. `ignores_time`: the
-        policy is not asked.
+        returns how many of a child's attended tokens its siblings read for it. `limit_s`: the
+        policy's limit on the time of a step, if it is not its own.
         """
         group = self.queue.first()
         if group is None:
@@ -111,8 +111,8 @@ class ForkAdmission(Generic[Child]):
             return None
         child = group.deferred[0]
         attended, saved = self._num_tokens(child), num_saved(group, child)
-        if not ignores_time and not self.policy.admits(
-            batch, extra_attended=attended, extra_saved=saved
+        if not self.policy.admits(
+            batch, extra_attended=attended, extra_saved=saved, limit_s=limit_s
         ):
             self._blocked_by = "policy"
             return None

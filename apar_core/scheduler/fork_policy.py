@@ -28,13 +28,21 @@ class ForkPolicy(Protocol):
     first_token_s: float
     """Time until a request's first token that the policy may use for it."""
 
-    def keeps_to_time(self, batch: StepBatch) -> bool:
-        """Return whether a step with this batch is predicted to keep to the time per token."""
+    def step_s(self, batch: StepBatch) -> float:
+        """Return the predicted time of a step with a margin; 0 while nothing can be predicted."""
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
+    def admits(
+        self,
+        batch: StepBatch,
+        *,
+        extra_attended: int = 0,
+        extra_saved: int = 0,
+        limit_s: float | None = None,
+    ) -> bool:
         """Return whether a thread that attends to `extra_attended` tokens may join the batch.
 
         `extra_saved`: tokens that are not read once more, because its siblings read them too.
+        `limit_s`: limit on the step's time instead of the policy's (`pacing.py`).
         """
 
     def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
@@ -54,11 +62,18 @@ class EagerPolicy:
     counts_attended = False
     token_time_s = first_token_s = math.inf
 
-    def keeps_to_time(self, batch: StepBatch) -> bool:
-        """Return True."""
-        return True
+    def step_s(self, batch: StepBatch) -> float:
+        """Return 0."""
+        return 0.0
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
+    def admits(
+        self,
+        batch: StepBatch,
+        *,
+        extra_attended: int = 0,
+        extra_saved: int = 0,
+        limit_s: float | None = None,
+    ) -> bool:
         """Return True."""
         return True
 
@@ -89,25 +104,27 @@ class AdaptivePolicy:
         self.first_token_s = first_token_s
         self.learned = LearnedStepCosts() if learned is None else learned
 
-    def keeps_to_time(self, batch: StepBatch) -> bool:
-        """Return whether the step is predicted to end within the time per token.
-
-        The usual error of predictions is kept as a margin.
-        """
+    def step_s(self, batch: StepBatch) -> float:
+        """Return the predicted time of a step, with the usual error of predictions as a margin."""
         learned = self.learned
-        return not learned.is_ready or (
-            learned.predict_s(batch) + learned.usual_error_s <= self.token_time_s
-        )
+        return learned.predict_s(batch) + learned.usual_error_s if learned.is_ready else 0.0
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
-        """Return whether the grown batch keeps to the time per token."""
+    def admits(
+        self,
+        batch: StepBatch,
+        *,
+        extra_attended: int = 0,
+        extra_saved: int = 0,
+        limit_s: float | None = None,
+    ) -> bool:
+        """Return whether the grown batch keeps to the limit, by default the time per token."""
         if not self.learned.is_ready:
             return True
         grown = batch.grown(rows=1, attended_tokens=extra_attended, saved_tokens=extra_saved)
         # Predictions far beyond the batches seen so far are guesses: grow in steps, then learn.
         if grown.rows > max(2 * self.learned.largest_rows, 8):
             return False
-        return self.keeps_to_time(grown)
+        return self.step_s(grown) <= (self.token_time_s if limit_s is None else limit_s)
 
     def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
         """Return whether the step's text is predicted to grow by more than its time."""

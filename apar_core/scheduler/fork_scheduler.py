@@ -112,6 +112,7 @@ class ForkMixin(Scheduler):
         self.pacing = Pacing(
             self.threads, self.family_reads.saved_tokens, lambda: self.step_clock.now_s
         )
+        self.step_plan = StepPlan()
         self.growth_reserve_tokens = settings.growth_reserve_tokens
         self._least_watermark_blocks = self.kv_cache_manager.watermark_blocks
         self.step_clock = StepClock()
@@ -218,7 +219,8 @@ class ForkMixin(Scheduler):
         watermark_blocks = max(self._least_watermark_blocks, reserve_blocks)
         self.kv_cache_manager.watermark_blocks = watermark_blocks
         self.block_sharing.begin_step(self.running)
-        step = self._schedule_as(self._plan_step(), throttle_prefills)
+        self.step_plan = self._plan_step()
+        step = self._schedule_as(self.step_plan, throttle_prefills)
         self.block_sharing.end_step()
         self.gate.scheduled()
         if step.total_num_scheduled_tokens > 0:
@@ -523,7 +525,7 @@ class ForkMixin(Scheduler):
                 self._num_threads,
                 batch,
                 num_saved,
-                ignores_time=self.pacing.is_overloaded,
+                limit_s=self.pacing.limit_s,
             ):
                 group, child = taken
                 saved = num_saved(group, child)

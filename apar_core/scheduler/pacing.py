@@ -34,6 +34,9 @@ _LEAST_CHUNK = 16
 # A child computes at most the tokens of the block that it does not share.
 _CHILD_TOKENS = 16
 _DUE_SHARE = 0.8
+# Multiple of the policy's time beyond which the first threads alone count as an overload, and
+# multiple of what they take beyond that, which further threads may add.
+_OVERLOAD, _OVERLOAD_WEIGHT = 1.05, 4.0
 
 
 @lru_cache(maxsize=1 << 16)
@@ -98,14 +101,15 @@ class Pacing:
     """Plans the steps of a scheduler whose policy looks at time.
 
     `saved` returns the tokens that rows do not read because others of the step have.
-    is_overloaded: whether even the first threads of all requests take too long. Nothing rests then:
-        it would help no request, and forks end requests sooner.
+    limit_s: limit on the time of the last planned step; None: the policy's own. It is above the
+        policy's time where even the first threads of all requests take longer: forks then end
+        requests sooner, and the more threads may run, the larger the overload is.
     """
 
     def __init__(
         self, threads: ThreadTable[Request], saved: Saved, clock: Callable[[], float]
     ) -> None:
-        self.is_overloaded = False
+        self.limit_s: float | None = None
         self._threads = threads
         self._saved = saved
         self._clock = clock
@@ -126,14 +130,35 @@ class Pacing:
         rows = [request for request in running if not request.is_prefill_chunk]
         children = [each for each in waiting if self._is_child(each)]
         children = children[: max_running - len(running)]
-        resting = self._resting(policy, rows, len(children))
-        active = [request for request in rows if request.request_id not in resting]
+
+        def step_s(requests: Sequence[Request], prompt_tokens: int = 0) -> float:
+            attended = sum(request.num_tokens for request in requests)
+            num_rows, saved = len(requests) + len(children), self._saved(requests)
+            return policy.step_s(StepBatch(num_rows, attended, prompt_tokens, saved_tokens=saved))
+
+        self.limit_s = None
+        limit_s = policy.token_time_s
+        active = rows
+        if step_s(rows) > limit_s:
+            first, further = self._split(rows)
+            first_s = step_s(first)
+            if first_s > _OVERLOAD * limit_s:
+                limit_s = first_s + _OVERLOAD_WEIGHT * (first_s - _OVERLOAD * limit_s)
+                self.limit_s = limit_s
+            number = bisect_right(
+                range(1, len(further) + 1),
+                False,
+                key=lambda number: step_s([*first, *further[:number]]) > limit_s,
+            )
+            # Where no first thread can have a row yet, another one goes on.
+            number = max(number, 0 if first or children else 1)
+            active = [*first, *further[:number]]
+        names = {request.request_id for request in active}
+        resting = {each.request_id for each in rows if each.request_id not in names}
         prompts = self._prompts(policy, running, waiting)
-
-        def fits(tokens: int) -> bool:
-            return self._keeps_to_time(policy, active, len(children), tokens)
-
-        chunk = chunk_tokens(prompts, fits, policy.token_time_s)
+        chunk = chunk_tokens(
+            prompts, lambda tokens: step_s(active, tokens) <= limit_s, policy.token_time_s
+        )
         if chunk is None:
             return StepPlan(frozenset(resting))
         if children:
@@ -164,23 +189,6 @@ class Pacing:
             prompts.append(Prompt(tokens, 0.0 if is_late else due_s))
         return prompts
 
-    def _resting(self, policy: ForkPolicy, rows: Sequence[Request], num_coming: int) -> set[str]:
-        self.is_overloaded = False
-        if self._keeps_to_time(policy, rows, num_coming):
-            return set()
-        first, further = self._split(rows)
-        if not self._keeps_to_time(policy, first, num_coming):
-            self.is_overloaded = True
-            return set()
-
-        def too_many(number: int) -> bool:
-            return not self._keeps_to_time(policy, [*first, *further[:number]], num_coming)
-
-        number = bisect_right(range(1, len(further) + 1), False, key=too_many)
-        # Where no first thread can have a row yet, another one goes on.
-        number = max(number, 0 if first or num_coming else 1)
-        return {request.request_id for request in further[number:]}
-
     def _split(self, rows: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """Return the threads that readers wait for, and the others, most urgent first."""
         first: list[Request] = []
@@ -200,17 +208,3 @@ class Pacing:
                 further.append((group.order, order, request))
         further.sort(key=lambda each: each[:2])
         return first, [request for _, _, request in further]
-
-    def _keeps_to_time(
-        self,
-        policy: ForkPolicy,
-        rows: Sequence[Request],
-        num_coming: int,
-        prompt_tokens: int = 0,
-    ) -> bool:
-        attended = sum(request.num_tokens for request in rows)
-        return policy.keeps_to_time(
-            StepBatch(
-                len(rows) + num_coming, attended, prompt_tokens, saved_tokens=self._saved(rows)
-            )
-        )

@@ -39,7 +39,7 @@ from dashboards.grafana.promql import (
 from deployments.metrics import catalogue as of
 from deployments.metrics.catalogue import Metric
 
-STATE_COLOURS = {"running": "green", "waiting": "orange", "deferred": "purple"}
+STATE_COLOURS = {"running": "green", "resting": "blue", "waiting": "orange", "deferred": "purple"}
 FORK_COLOURS = {"accepted": "green", "delayed": "purple", "refused": "red"}
 
 

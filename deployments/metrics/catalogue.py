@@ -72,7 +72,11 @@ KV_CACHE_USAGE = _gauge(
 THREADS = _gauge(
     "apar_threads",
     "threads",
-    _REPLICA | {"state": "running; waiting for the scheduler; deferred: a fork held back by a cap"},
+    _REPLICA
+    | {
+        "state": "running; resting: misses steps to keep to a time per token; waiting for the "
+        "scheduler; deferred: a fork held back by a cap"
+    },
     "Threads in the engine, by state.",
 )
 REPLICA_REQUESTS = _gauge("apar_replica_requests", "requests", _REPLICA, "Requests in the replica.")

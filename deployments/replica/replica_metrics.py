@@ -38,6 +38,7 @@ _HISTOGRAMS = (
 _STATE_GAUGES = (catalogue.KV_BLOCKS, catalogue.KV_FREE_BLOCKS, catalogue.KV_CACHE_USAGE)
 _THREAD_STATES = {
     "running": "running_threads",
+    "resting": "resting_threads",
     "waiting": "waiting_threads",
     "deferred": "deferred_threads",
 }

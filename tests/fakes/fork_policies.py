@@ -5,17 +5,23 @@ from apar_core.step_costs.costs import StepBatch
 
 
 class MostTokens(EagerPolicy):
-    """A step with more tokens than `most` takes too long."""
+    """A step takes a second per token, and `most` seconds are the time per token."""
 
     counts_attended = True
-    token_time_s = 0.001
 
     def __init__(self, most: int, first_token_s: float = 1e6) -> None:
-        self.most = most
+        self.token_time_s = most
         self.first_token_s = first_token_s
 
-    def keeps_to_time(self, batch: StepBatch) -> bool:
-        return batch.tokens <= self.most
+    def step_s(self, batch: StepBatch) -> float:
+        return batch.tokens
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
-        return batch.tokens < self.most
+    def admits(
+        self,
+        batch: StepBatch,
+        *,
+        extra_attended: int = 0,
+        extra_saved: int = 0,
+        limit_s: float | None = None,
+    ) -> bool:
+        return batch.tokens < (self.token_time_s if limit_s is None else limit_s)

@@ -51,10 +51,12 @@ TIMES = {
 """Times of a request by their names in an SLO."""
 SLOS = (
     *(f"ttft=1s,tpot={multiple:g}x" for multiple in (0.75, 1.5, 3)),
-    "ttft=1s,tpot=3x,silence=5x",
+    *(f"ttft=1s,tpot=3x,silence={multiple:g}x" for multiple in (5, 10)),
 )
 """Default SLOs. Fewer than 1x per token can be met with forks only."""
 _TOKEN_TIMES = ("tpot", "path", "tbt")
+# The step of the fork token, the one scheduled before it was seen, and the child's first step.
+_FORK_STEPS = 3
 _IDLE_CONTEXT = 400
 _FLAT, _FORKED = "one thread", "forked"
 _START = 0.7
@@ -77,8 +79,11 @@ class Objective:
 
     @property
     def token_s(self) -> float | None:
-        """The limit on the time per token, which the adaptive policy keeps to."""
-        return next((self.limits[name] for name in _TOKEN_TIMES if name in self.limits), None)
+        """The step time that the adaptive policy keeps to; None without a limit per token."""
+        limits = [self.limits[name] for name in _TOKEN_TIMES if name in self.limits]
+        if "silence" in self.limits:
+            limits.append(self.limits["silence"] / _FORK_STEPS)
+        return min(limits, default=None)
 
 
 def parse_objective(text: str, step_s: float) -> Objective:
@@ -305,7 +310,8 @@ def searches_of(settings: GoodputSettings) -> list[Search]:
         for slo in settings.objectives:
             if slo.token_s is None:
                 raise EvaluationError(
-                    f"--slo {slo.text!r}: the adaptive policy needs a limit on tpot or path"
+                    f"--slo {slo.text!r}: the adaptive policy needs a limit on tpot, path, tbt or "
+                    "silence"
                 )
             by_time.setdefault(slo.token_s, []).append(slo.text)
         found += [Search(method, tuple(slos), token_s) for token_s, slos in by_time.items()]

@@ -14,7 +14,14 @@ BATCH = StepBatch(4, 400)
 class SmallOnly(EagerPolicy):
     """Admits forks that attend to few tokens."""
 
-    def admits(self, batch: StepBatch, *, extra_attended: int = 0, extra_saved: int = 0) -> bool:
+    def admits(
+        self,
+        batch: StepBatch,
+        *,
+        extra_attended: int = 0,
+        extra_saved: int = 0,
+        limit_s: float | None = None,
+    ) -> bool:
         return batch.attended_tokens + extra_attended <= 500
 
 

@@ -6,9 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from apar_core.scheduler.core_state import core_state
 from apar_core.scheduler.pacing import Prompt, chunk_tokens, first_thread
 from tests.fakes.fork_policies import MostTokens
-from tests.fakes.scripted_engine import FIRST_TEXT_ID, EngineShape, Script, ScriptedEngine
+from tests.fakes.scripted_engine import (
+    END,
+    FIRST_TEXT_ID,
+    FORK,
+    EngineShape,
+    Script,
+    ScriptedEngine,
+)
 from tests.unit.apar_core.scheduler.test_any_schedule import any_schedule, scripts
 
 
@@ -79,8 +87,8 @@ def test_threads_rest_beyond_the_time_but_no_reader_waits(
         ]
         readers = {name for name in first.values() if name in running}
         assert run_ahead or readers <= set(rows)
-        if not scheduler.pacing.is_overloaded:
-            assert len(rows) <= max(most, len(first))
+        limit = scheduler.pacing.limit_s or most
+        assert len(rows) <= max(limit, len(first))
         return step
 
     scheduler.schedule = checked  # type: ignore[method-assign]
@@ -141,3 +149,19 @@ def test_chunks_complete_every_prompt_when_it_is_due(
     for prompt in prompts:
         before += prompt.tokens
         assert chunk * max(1.0, prompt.due_s // step_s) >= before
+
+
+def test_resting_threads_are_reported_beside_the_running_ones(model_dir: Path) -> None:
+    engine = paced_engine(model_dir, MostTokens(1))
+    script = {"": [20, FORK, 21, FORK, *range(30, 60), END], "0": [*range(60, 80), END], "1": [END]}
+    engine.add("r", [7] * 5, script)
+    while len(engine.scheduler.running) < 2:
+        engine.step()
+    engine.step()
+
+    state = core_state(engine.scheduler)
+
+    # The reader waits for the first child.
+    assert (state.threads, state.running_threads, state.resting_threads) == (2, 1, 1)
+    engine.run()
+    assert core_state(engine.scheduler).resting_threads == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from apar_core.errors import EvaluationError
+from apar_core.step_costs.costs import StepCosts
 from cluster.lab.experiments.parts import PartStore
 from cluster.lab.simulation import goodput
 from cluster.lab.simulation.goodput import (
@@ -27,7 +28,9 @@ from tests.unit.cluster.lab.simulation.test_cluster import DATA, SETTINGS
 
 STRICT, LOOSE = "ttft=1s,tpot=1.5x", "ttft=2s,tpot=3x"
 FORKS_ONLY = "ttft=1s,tpot=0.8x"
-BASE = replace(SETTINGS, replicas=(1,), rates=(), concurrency=64)
+# Prompts of a thousand tokens cost little.
+COSTS = StepCosts("test GPU", "predicted", "made up", ((1, 0.01), (64, 0.02), (4096, 0.03)), 1e-7)
+BASE = replace(SETTINGS, costs=COSTS, replicas=(1,), rates=(), concurrency=64)
 POISSON = RecordedData([each for each in DATA.answers if len(each.threads) > 1], None)
 
 
@@ -68,6 +71,11 @@ def test_the_adaptive_policy_needs_a_time_per_token() -> None:
 
     searches = searches_of(settings_of(STRICT, "ttft=3s,tpot=1.5x", LOOSE, methods=("adaptive",)))
     assert [search.slos for search in searches] == [(STRICT, "ttft=3s,tpot=1.5x"), (LOOSE,)]
+
+
+def test_forks_take_three_steps_of_a_limit_on_silence() -> None:
+    assert parse_objective("tpot=3x,silence=6x", 0.01).token_s == pytest.approx(0.02)
+    assert parse_objective("tpot=3x,silence=30x", 0.01).token_s == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize("method", [NO_FORKS, "eager"])
