@@ -16,6 +16,9 @@ from apar_core.step_costs.costs import StepBatch, StepCosts
 
 PolicyName = Literal["eager", "adaptive"]
 
+FIRST_TOKEN_S = 1.0
+"""Time to first token that the adaptive policy uses by default."""
+
 
 class ForkPolicy(Protocol):
     """Decides on forks one by one, in the order in which they would start."""
@@ -98,7 +101,7 @@ class AdaptivePolicy:
         self,
         token_time_s: float,
         learned: LearnedStepCosts | None = None,
-        first_token_s: float = math.inf,
+        first_token_s: float = FIRST_TOKEN_S,
     ) -> None:
         self.token_time_s = token_time_s
         self.first_token_s = first_token_s
@@ -143,7 +146,7 @@ def build_policy(
     name: PolicyName,
     token_time_s: float,
     known: StepCosts | None = None,
-    first_token_s: float = math.inf,
+    first_token_s: float = FIRST_TOKEN_S,
 ) -> ForkPolicy:
     """Return the named policy.
 

@@ -20,7 +20,7 @@ from vllm.config import CompilationMode, VllmConfig
 from apar_core.attention.settings import FamilySettings
 from apar_core.errors import EngineError
 from apar_core.formats.resolved_format import FormatSetting
-from apar_core.scheduler.fork_policy import PolicyName
+from apar_core.scheduler.fork_policy import FIRST_TOKEN_S, PolicyName
 from apar_core.suggestions import did_you_mean_field
 
 CONFIG_KEY = "apar"
@@ -70,7 +70,7 @@ class ForkSettings(BaseModel):
         50.0, description="Target time per output token of the adaptive policy (ms)."
     )
     first_token_ms: PositiveFloat = Field(
-        1000.0,
+        1000 * FIRST_TOKEN_S,
         description="Time to first token that the adaptive policy may use for smaller chunks of "
         "the prompt (ms).",
     )

@@ -146,7 +146,7 @@ def run(
         str | None,
         typer.Option(
             help="Service-level objectives for goodput, such as ttft=2s,tpot=50ms,e2e=30s; also "
-            "`path` and `paragraph`."
+            "`path`, `paragraph` and `silence`."
         ),
     ] = None,
     metrics: Metrics = None,

@@ -52,6 +52,11 @@ def paragraph_s(record: RequestRecord) -> float | None:
     return record.paragraph_s
 
 
+def silence_s(record: RequestRecord) -> float | None:
+    """Return the longest time between two chunks with text; None for fewer than two."""
+    return max(record.gaps_s, default=None)
+
+
 def end_to_end_s(record: RequestRecord) -> float | None:
     """Return the time from sending to the last chunk, with the finish reason."""
     return record.end_s
@@ -71,6 +76,7 @@ REQUEST_TIMES = {
     "tpot": RequestTime("time per token", token_s),
     "path": RequestTime("time per token on the critical path", path_token_s),
     "paragraph": RequestTime("time to first complete paragraph", paragraph_s),
+    "silence": RequestTime("longest silence of the stream", silence_s),
     "e2e": RequestTime("end-to-end latency", end_to_end_s),
 }
 """Request times by their name in objectives, summaries and files."""

@@ -16,6 +16,7 @@ def test_every_time_matches_its_definition() -> None:
         "tpot": 0.5,
         "path": 1.0,
         "paragraph": 2.0,
+        "silence": 0.5,
         "e2e": 3.0,
     }
     assert values_of(ITL, [one]) == [0.5] * 4
@@ -30,6 +31,13 @@ def test_one_token_has_no_time_per_token() -> None:
 
     assert REQUEST_TIMES["tpot"].of(one) is None
     assert REQUEST_TIMES["path"].of(one) is None
+    assert REQUEST_TIMES["silence"].of(one) is None
+
+
+def test_the_longest_silence_is_that_between_two_chunks_of_text() -> None:
+    one = record(pieces=[(1.0, 4), (1.5, 4), (4.0, 4), (4.5, 4)])
+
+    assert REQUEST_TIMES["silence"].of(one) == 2.5
 
 
 def test_objectives_are_read_with_their_units() -> None:
@@ -39,7 +47,7 @@ def test_objectives_are_read_with_their_units() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("first=2s", "unknown time 'first'; known: ttft, tpot, path, paragraph, e2e"),
+        ("first=2s", "unknown time 'first'; known: ttft, tpot, path, paragraph, silence, e2e"),
         ("ttft=2", "'2' is not a duration"),
         ("ttft=1.2.3s", "'1.2.3s' is not a duration"),
         ("ttft=0s", "the time must be above 0"),
