@@ -519,7 +519,10 @@ def goodput(
         typer.Option(min=0.01, max=1, help="Share of the requests that must meet the SLO."),
     ] = 0.95,
     requests: Annotated[
-        int, typer.Option(min=50, help="Number of requests of a run, per replica.")
+        int,
+        typer.Option(
+            min=50, help="Number of requests of a run, per replica; a run lasts at least 60 s."
+        ),
     ] = 1000,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that search in parallel.")] = 1,
 ) -> None:

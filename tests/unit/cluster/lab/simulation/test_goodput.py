@@ -38,6 +38,11 @@ def settings_of(*slos: str, methods: tuple[str, ...] = (NO_FORKS, "eager")) -> G
     return GoodputSettings(BASE, slos, methods, requests=120)
 
 
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "_LEAST_S", 1.0)
+
+
 def started(_stage: str, _total: int) -> Callable[[], None]:
     return lambda: None
 
