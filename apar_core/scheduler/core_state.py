@@ -102,8 +102,9 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
     groups = scheduler.threads.groups
     admission, sharing, clock = scheduler.admission, scheduler.block_sharing, scheduler.step_clock
     policy = admission.policy
-    # A thread may have ended since.
-    num_resting = len(scheduler.step_plan.resting & scheduler.requests.keys())
+    # A thread may have ended or been preempted since.
+    resting = scheduler.step_plan.resting
+    num_resting = sum(request.request_id in resting for request in scheduler.running)
     counts["running_threads"] -= num_resting
     return CoreState(
         requests=len(groups) + len(scheduler.requests) - sum(len(group.live) for group in groups),

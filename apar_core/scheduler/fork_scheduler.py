@@ -21,7 +21,8 @@ In formats whose parent waits for its children, `joins.py` opens and joins block
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -110,9 +111,13 @@ class ForkMixin(Scheduler):
             family = family_settings(vllm_config, spec.page_size_bytes)
         self.family_reads = FamilyReads(self.threads, self.block_size, family)
         self.pacing = Pacing(
-            self.threads, self.family_reads.saved_tokens, lambda: self.step_clock.now_s
+            self.threads,
+            self.family_reads.saved_tokens,
+            lambda: self.step_clock.now_s,
+            self.block_size,
         )
         self.step_plan = StepPlan()
+        self._was_empty = False
         self.growth_reserve_tokens = settings.growth_reserve_tokens
         self._least_watermark_blocks = self.kv_cache_manager.watermark_blocks
         self.step_clock = StepClock()
@@ -219,8 +224,9 @@ class ForkMixin(Scheduler):
         watermark_blocks = max(self._least_watermark_blocks, reserve_blocks)
         self.kv_cache_manager.watermark_blocks = watermark_blocks
         self.block_sharing.begin_step(self.running)
-        self.step_plan = self._plan_step()
+        self.step_plan = self._plan_step(throttle_prefills)
         step = self._schedule_as(self.step_plan, throttle_prefills)
+        self._was_empty = step.total_num_scheduled_tokens == 0
         self.block_sharing.end_step()
         self.gate.scheduled()
         if step.total_num_scheduled_tokens > 0:
@@ -228,50 +234,88 @@ class ForkMixin(Scheduler):
             self.step_clock.begin(step, self._scheduled_batch(step))
         return step
 
-    def _plan_step(self) -> StepPlan:
-        if not self.admission.policy.counts_attended:
-            return StepPlan()
-        if self.kv_cache_manager.block_pool.get_num_free_blocks() < 2 * len(self.running):
-            # vLLM preempts running threads only, so all of them take part where memory is short.
+    def _plan_step(self, throttle_prefills: bool) -> StepPlan:
+        """Return what the next step leaves out: nothing, where the policy or vLLM forbids it."""
+        self.pacing.limit_s = None
+        config, running = self.scheduler_config, self.running
+        row_tokens = 1 + self.num_spec_tokens + self.num_lookahead_tokens
+        least_free = 2 * len(running) * row_tokens * len(self.kv_cache_config.kv_cache_groups)
+        if (
+            not self.admission.policy.counts_attended
+            # Ranks that take turns with prompts, and stages that take turns with rows.
+            or throttle_prefills
+            or self.parallel_config.pipeline_parallel_size > 1
+            # vLLM preempts running threads only, so all take part where memory is short.
+            or self.kv_cache_manager.block_pool.get_num_free_blocks() < least_free
+            # Only prompts that may be computed in chunks leave children their place.
+            or not config.enable_chunked_prefill
+            or config.disable_chunked_mm_input
+            or self._has_too_many_adapters()
+            # Nothing that is left out may keep a step empty for long.
+            or self._was_empty
+        ):
             return StepPlan()
         return self.pacing.plan(
-            self.admission.policy, self.running, self.gate.admitted(), self.max_num_running_reqs
+            self.admission.policy, running, self.gate.admitted(), self.max_num_running_reqs
         )
+
+    def _has_too_many_adapters(self) -> bool:
+        """Return whether requests have more adapters than fit: vLLM counts those of a step only."""
+        if self.lora_config is None:
+            return False
+        adapters = {
+            request.lora_request.lora_int_id
+            for request in self.requests.values()
+            if request.lora_request is not None
+        }
+        return len(adapters) > self.lora_config.max_loras
 
     def _schedule_as(self, plan: StepPlan, throttle_prefills: bool) -> SchedulerOutput:
         """Schedule a step without what the plan leaves out."""
         if plan == StepPlan():
             return super().schedule(throttle_prefills)
-        before, most_tokens = self.running, self.max_num_scheduled_tokens
+        before, left_out = self.running, plan.resting | plan.prompts
         # Chunks of prompts come last, or they would take the tokens of rows behind them.
         self.running = sorted(
-            (each for each in before if each.request_id not in plan.resting),
+            (each for each in before if each.request_id not in left_out),
             key=lambda each: each.is_prefill_chunk,
         )
-        self.max_num_running_reqs -= len(plan.resting)
-        self.max_num_active_reqs -= len(plan.resting)
-        config, floors_chunks = self.scheduler_config, self.adaptive_long_prefill_threshold
+        try:
+            with self._limited(plan):
+                return super().schedule(throttle_prefills)
+        finally:
+            # In the earlier order, without preempted threads, and new ones last.
+            active = {each.request_id for each in self.running}
+            earlier = {each.request_id for each in before}
+            self.running = [
+                *(each for each in before if each.request_id in active | left_out),
+                *(each for each in self.running if each.request_id not in earlier),
+            ]
+
+    @contextmanager
+    def _limited(self, plan: StepPlan) -> Iterator[None]:
+        """Limit rows and tokens of a step: threads that are left out keep their places."""
+        config, num_left_out = self.scheduler_config, len(plan.resting | plan.prompts)
+        most_tokens, floors_chunks = (
+            self.max_num_scheduled_tokens,
+            self.adaptive_long_prefill_threshold,
+        )
         longest_chunk = config.long_prefill_token_threshold
+        self.max_num_running_reqs -= num_left_out
+        self.max_num_active_reqs -= num_left_out
         if plan.max_tokens is not None and plan.chunk is not None:
-            self.max_num_scheduled_tokens = min(
-                most_tokens, plan.max_tokens + self.num_spec_tokens * len(self.running)
-            )
-            config.long_prefill_token_threshold = plan.chunk
+            drafts = self.num_spec_tokens * len(self.running)
+            self.max_num_scheduled_tokens = min(most_tokens, plan.max_tokens + drafts)
+            config.long_prefill_token_threshold = max(plan.chunk, 1 + self.num_spec_tokens)
             self.adaptive_long_prefill_threshold = False
-        step = super().schedule(throttle_prefills)
-        self.max_num_scheduled_tokens = most_tokens
-        config.long_prefill_token_threshold = longest_chunk
-        self.adaptive_long_prefill_threshold = floors_chunks
-        self.max_num_running_reqs += len(plan.resting)
-        self.max_num_active_reqs += len(plan.resting)
-        # In the earlier order, without preempted threads, and new ones last.
-        active = {each.request_id for each in self.running}
-        earlier = {each.request_id for each in before}
-        self.running = [
-            *(each for each in before if each.request_id in active | plan.resting),
-            *(each for each in self.running if each.request_id not in earlier),
-        ]
-        return step
+        try:
+            yield
+        finally:
+            self.max_num_running_reqs += num_left_out
+            self.max_num_active_reqs += num_left_out
+            self.max_num_scheduled_tokens = most_tokens
+            config.long_prefill_token_threshold = longest_chunk
+            self.adaptive_long_prefill_threshold = floors_chunks
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -546,10 +590,11 @@ class ForkMixin(Scheduler):
         """
         if not self.admission.policy.counts_attended:
             return
-        for group in self.threads.groups:
+        groups = [group for group in self.threads.groups if group.has_startable]
+        for group in sorted(groups, key=lambda group: group.order):
             if not self.admission.has_room(self._num_threads):
                 return
-            if not group.has_startable or self.admission.queue.key_is_full(group):
+            if self.admission.queue.key_is_full(group):
                 continue
             first = first_thread(group)
             for child in group.deferred:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import inf
 
 from apar_core.scheduler.fork_policy import ForkPolicy
-from apar_core.scheduler.thread_table import ThreadGroup, ThreadTable
+from apar_core.scheduler.thread_table import ListGroup, ThreadGroup, ThreadTable
 from apar_core.step_costs.costs import StepBatch
 from apar_core.tree.thread_names import thread_path
 from apar_core.vllm_names import Request
@@ -31,8 +32,6 @@ Saved = Callable[[Sequence[Request]], int]
 """Returns the tokens that rows do not read because others of the step have."""
 
 _LEAST_CHUNK = 16
-# A child computes at most the tokens of the block that it does not share.
-_CHILD_TOKENS = 16
 _DUE_SHARE = 0.8
 # Multiple of the policy's time beyond which the first threads alone count as an overload, and
 # multiple of what they take beyond that, which further threads may add.
@@ -51,7 +50,7 @@ def reading_order(root_id: str, thread_id: str) -> tuple[float, ...]:
 def first_thread(group: ThreadGroup[Request]) -> str:
     """Return the thread whose text comes first, among the live and the deferred ones."""
     threads = [*group.live, *(child.request_id for child in group.deferred)]
-    return min(threads, key=lambda thread_id: reading_order(group.root_id, thread_id))
+    return min(threads, key=lambda thread_id: _place(group, thread_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def chunk_tokens(
     before = 0
     for prompt in prompts:
         before += prompt.tokens
-        chunk = max(chunk, math.ceil(before / max(1.0, prompt.due_s // step_s)))
+        chunk = max(chunk, math.ceil(before / max(1.0, prompt.due_s / step_s)))
     return chunk
 
 
@@ -88,11 +87,13 @@ def chunk_tokens(
 class StepPlan:
     """What a step leaves out.
 
-    resting: engine request ids of running threads that take no part.
-    chunk: limit on the tokens of each prompt; None: vLLM's. max_tokens: on those of the step.
+    resting: engine request ids of running threads that take no part. prompts: the same of prompts
+    that have begun. chunk: limit on the tokens of each prompt; None: vLLM's. max_tokens: on those
+    of the step.
     """
 
     resting: frozenset[str] = frozenset()
+    prompts: frozenset[str] = frozenset()
     chunk: int | None = None
     max_tokens: int | None = None
 
@@ -107,12 +108,18 @@ class Pacing:
     """
 
     def __init__(
-        self, threads: ThreadTable[Request], saved: Saved, clock: Callable[[], float]
+        self,
+        threads: ThreadTable[Request],
+        saved: Saved,
+        clock: Callable[[], float],
+        block_size: int,
     ) -> None:
         self.limit_s: float | None = None
         self._threads = threads
         self._saved = saved
         self._clock = clock
+        # A child computes at most the tokens of the block that it does not share.
+        self._child_tokens = block_size
         # When each waiting prompt was first seen.
         self._seen_s: dict[str, float] = {}
 
@@ -130,81 +137,125 @@ class Pacing:
         rows = [request for request in running if not request.is_prefill_chunk]
         children = [each for each in waiting if self._is_child(each)]
         children = children[: max_running - len(running)]
-
-        def step_s(requests: Sequence[Request], prompt_tokens: int = 0) -> float:
-            attended = sum(request.num_tokens for request in requests)
-            num_rows, saved = len(requests) + len(children), self._saved(requests)
-            return policy.step_s(StepBatch(num_rows, attended, prompt_tokens, saved_tokens=saved))
-
+        coming = StepBatch(len(children), sum(each.num_tokens for each in children))
         self.limit_s = None
         limit_s = policy.token_time_s
-        active = rows
-        if step_s(rows) > limit_s:
-            first, further = self._split(rows)
-            first_s = step_s(first)
+        whole = batch = _with_rows(coming, rows, self._saved(rows))
+        resting: frozenset[str] = frozenset()
+        if policy.step_s(whole) > limit_s:
+            first, further = self._split(rows, children)
+            least = _with_rows(coming, first, self._saved(first))
+            first_s = policy.step_s(least)
             if first_s > _OVERLOAD * limit_s:
                 limit_s = first_s + _OVERLOAD_WEIGHT * (first_s - _OVERLOAD * limit_s)
                 self.limit_s = limit_s
-            number = bisect_right(
-                range(1, len(further) + 1),
-                False,
-                key=lambda number: step_s([*first, *further[:number]]) > limit_s,
-            )
+            batches = _growing(least, further, whole.saved_tokens - least.saved_tokens)
+            number = bisect_right(batches, limit_s, key=policy.step_s) - 1
             # Where no first thread can have a row yet, another one goes on.
-            number = max(number, 0 if first or children else 1)
-            active = [*first, *further[:number]]
-        names = {request.request_id for request in active}
-        resting = {each.request_id for each in rows if each.request_id not in names}
-        prompts = self._prompts(policy, running, waiting)
+            number = min(max(number, 0 if first or children else 1), len(further))
+            batch = batches[number]
+            resting = frozenset(request.request_id for request in further[number:])
+        prompts = self._prompts(policy, running, waiting, max_running - len(children))
         chunk = chunk_tokens(
-            prompts, lambda tokens: step_s(active, tokens) <= limit_s, policy.token_time_s
+            prompts,
+            lambda tokens: policy.step_s(replace(batch, prefill_tokens=tokens)) <= limit_s,
+            max(policy.token_time_s, policy.step_s(batch)),
         )
         if chunk is None:
-            return StepPlan(frozenset(resting))
-        if children:
-            # vLLM continues prompts before it starts children: one leaves them their tokens.
-            begun = [request for request in running if request.is_prefill_chunk]
-            resting |= {request.request_id for request in begun[1:]}
-        most = len(active) + _CHILD_TOKENS * len(children) + chunk
-        return StepPlan(frozenset(resting), chunk, most)
+            return StepPlan(resting)
+        # vLLM continues prompts before it starts children: one leaves them their tokens.
+        begun = [each.request_id for each in running if each.is_prefill_chunk]
+        left_out = frozenset(begun[1:] if children else ())
+        num_rows = batch.rows - len(children)
+        most = num_rows + self._child_tokens * len(children) + chunk
+        return StepPlan(resting, left_out, chunk, most)
 
     def _is_child(self, request: Request) -> bool:
         group = self._threads.group(request.request_id)
         return group is not None and request.request_id != group.root_id
 
     def _prompts(
-        self, policy: ForkPolicy, running: Sequence[Request], waiting: Sequence[Request]
+        self,
+        policy: ForkPolicy,
+        running: Sequence[Request],
+        waiting: Sequence[Request],
+        max_running: int,
     ) -> list[Prompt]:
         now_s = self._clock()
-        coming = [each for each in running if each.is_prefill_chunk]
-        coming += [each for each in waiting if not self._is_child(each)]
+        coming = [each for each in waiting if not self._is_child(each)]
+        # Further ones have no place yet.
+        del coming[max(0, max_running - len(running)) :]
+        coming[:0] = [each for each in running if each.is_prefill_chunk]
         seen_s = {each.request_id: self._seen_s.get(each.request_id, now_s) for each in coming}
         self._seen_s = seen_s
         prompts = []
         for request in coming:
             due_s = seen_s[request.request_id] + _DUE_SHARE * policy.first_token_s - now_s
-            # A reader already waits for a request that was preempted.
-            is_late = request.num_output_tokens > 0
             tokens = request.num_tokens - request.num_computed_tokens
-            prompts.append(Prompt(tokens, 0.0 if is_late else due_s))
+            prompts.append(Prompt(tokens, 0.0 if self._has_reader(request) else due_s))
         return prompts
 
-    def _split(self, rows: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Return the threads that readers wait for, and the others, most urgent first."""
+    def _has_reader(self, request: Request) -> bool:
+        """Return whether a reader has seen text of a request that has to be computed (again)."""
+        group = self._threads.group(request.request_id)
+        return (
+            request.num_output_tokens > 0
+            or request.num_preemptions > 0
+            or (group is not None and group.has_joined(request.request_id))
+        )
+
+    def _split(
+        self, rows: Sequence[Request], children: Sequence[Request]
+    ) -> tuple[list[Request], list[Request]]:
+        """Return the threads that readers wait for, and the others, most urgent first.
+
+        `children` begin in the step, and may be what a reader waits for.
+        """
+        heads: dict[ThreadGroup[Request], tuple[tuple[float, ...], str]] = {}
+        placed: list[tuple[Request, ThreadGroup[Request] | None, tuple[float, ...]]] = []
+        for request in (*rows, *children):
+            group = self._threads.group(request.request_id)
+            order: tuple[float, ...] = ()
+            if group is not None:
+                order = _place(group, request.request_id)
+                found = order, request.request_id
+                heads[group] = min(heads.get(group, found), found)
+            placed.append((request, group, order))
         first: list[Request] = []
         further: list[tuple[tuple[int, float, float, str], tuple[float, ...], Request]] = []
-        heads: dict[ThreadGroup[Request], str] = {}
-        for request in rows:
-            group = self._threads.group(request.request_id)
-            if group is None:
-                first.append(request)
-                continue
-            if group not in heads:
-                heads[group] = first_thread(group)
-            if request.request_id == heads[group]:
+        for request, group, order in placed[: len(rows)]:
+            if group is None or heads[group][1] == request.request_id:
                 first.append(request)
             else:
-                order = reading_order(group.root_id, request.request_id)
                 further.append((group.order, order, request))
         further.sort(key=lambda each: each[:2])
         return first, [request for _, _, request in further]
+
+
+def _place(group: ThreadGroup[Request], thread_id: str) -> tuple[float, ...]:
+    """Return a thread's place in the reading order of its request."""
+    if isinstance(group, ListGroup) and thread_id == group.root_id:
+        # The root goes on behind an item while threads of later items are ahead of it.
+        return ()
+    return reading_order(group.root_id, thread_id)
+
+
+def _with_rows(batch: StepBatch, rows: Sequence[Request], saved: int) -> StepBatch:
+    return batch.grown(
+        rows=len(rows),
+        attended_tokens=sum(request.num_tokens for request in rows),
+        saved_tokens=saved,
+    )
+
+
+def _growing(batch: StepBatch, rows: Sequence[Request], saved: int) -> list[StepBatch]:
+    """Return the batch with 0, 1, ... of the rows; `saved` tokens are spread over all of them."""
+    attended = [0, *accumulate(request.num_tokens for request in rows)]
+    return [
+        batch.grown(
+            rows=number,
+            attended_tokens=tokens,
+            saved_tokens=saved * number // max(1, len(rows)),
+        )
+        for number, tokens in enumerate(attended)
+    ]

@@ -63,7 +63,8 @@ class Reader:
         self._gaps_s: list[float] = []
 
     def _add_thread(self, thread: str, key: str) -> None:
-        script = self._scripts[key]
+        # A fork may be refused, and then has no text.
+        script = self._scripts.get(key, ())
         begin = num_children = 0
         for index, token_id in enumerate(script):
             if token_id == self._fork_id:
@@ -72,7 +73,7 @@ class Reader:
                 self._add_thread(child, child_replay_key(key, num_children))
                 begin, num_children = index + 1, num_children + 1
         number = len(script)
-        end = number - (script[-1:] == [self._end_id])
+        end = number - bool(number and script[-1] == self._end_id)
         self._paragraphs.append(_Paragraph(thread, begin, end, number))
 
     @property

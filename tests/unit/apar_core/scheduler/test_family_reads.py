@@ -120,7 +120,7 @@ def test_forks_wait_less_where_their_request_reads_its_prompt_once(engine: Virtu
 
     def delayed(settings: FamilySettings | None) -> int:
         # Room for a thread and the prompt, but not for the prompt twice.
-        scheduler.admission.policy = AdaptivePolicy(0.006, LearnedStepCosts(engine.spec.costs))
+        scheduler.admission.policy = AdaptivePolicy(0.007, LearnedStepCosts(engine.spec.costs))
         scheduler.family_reads.settings = settings
         before = sum(scheduler.admission.counters.delayed.values())
         run(engine, asked)
