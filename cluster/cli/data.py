@@ -37,6 +37,7 @@ from cluster.cli.options import (
     finite,
     out_option,
     preset_names,
+    wrong_value,
 )
 from cluster.cli.terminal import Rate, clear_errors, fail, stage_progress
 from deployments.config.model import PRESETS, ModelConfig, model_path
@@ -157,6 +158,8 @@ def prepare(
 
     [bold]apar data prepare sharegpt.json --model lmsys/vicuna-7b-v1.3 --out out/data[/bold]
     """
+    if hold_out_mixed and not hold_out:
+        raise wrong_value("--hold-out-mixed", "has no effect without --hold-out")
     from apar_core.offline.data.prepare import PreparationSettings
     from apar_core.offline.data.structure import StructureRules
 

@@ -205,3 +205,10 @@ def test_a_chat_that_the_template_refuses_is_counted_and_the_others_are_kept(
     assert exit_code == 0, output
     assert "refused by the chat template" in output
     assert len(list(read_examples(tmp_path / "out"))) == 1
+
+
+def test_a_mix_without_held_out_queries_is_refused(source: Path, tmp_path: Path) -> None:
+    exit_code, output = run(source, "--out", tmp_path / "out", "--hold-out-mixed")
+
+    assert exit_code == 2
+    assert "has no effect without --hold-out" in output
