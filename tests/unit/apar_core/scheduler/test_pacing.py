@@ -176,7 +176,7 @@ def test_a_request_at_its_thread_limit_keeps_a_row(model_dir: Path) -> None:
     parameters = fork_parameters(max_threads=1)
     script = {"": [20, FORK, *range(30, 50), END], "0": [*range(60, 70), END]}
     engine.add("new", [8] * 5, script, parameters=parameters, arrival_time=1.0)
-    while not engine.scheduler.threads.group_of_root("new").deferred:
+    while not any(group.deferred for group in engine.scheduler.threads.groups):
         engine.step()
     root = engine.scheduler.requests["new"]
 
