@@ -110,10 +110,12 @@ class ForkAdmission(Generic[Child]):
             self._blocked_by = "replica"
             return None
         child = group.deferred[0]
-        attended, saved = self._num_tokens(child), num_saved(group, child)
-        if not self.policy.admits(
-            batch, extra_attended=attended, extra_saved=saved, limit_s=limit_s
-        ):
+        grown = batch.grown(
+            rows=1,
+            attended_tokens=self._num_tokens(child),
+            saved_tokens=num_saved(group, child),
+        )
+        if not self.policy.admits(grown, limit_s):
             self._blocked_by = "policy"
             return None
         return group, group.deferred.popleft()

@@ -34,17 +34,9 @@ class ForkPolicy(Protocol):
     def step_s(self, batch: StepBatch) -> float:
         """Return the predicted time of a step with a margin; 0 while nothing can be predicted."""
 
-    def admits(
-        self,
-        batch: StepBatch,
-        *,
-        extra_attended: int = 0,
-        extra_saved: int = 0,
-        limit_s: float | None = None,
-    ) -> bool:
-        """Return whether a thread that attends to `extra_attended` tokens may join the batch.
+    def admits(self, batch: StepBatch, limit_s: float | None = None) -> bool:
+        """Return whether a fork may run, with which the next step has this batch.
 
-        `extra_saved`: tokens that are not read once more, because its siblings read them too.
         `limit_s`: limit on the step's time instead of the policy's (`pacing.py`).
         """
 
@@ -69,14 +61,7 @@ class EagerPolicy:
         """Return 0."""
         return 0.0
 
-    def admits(
-        self,
-        batch: StepBatch,
-        *,
-        extra_attended: int = 0,
-        extra_saved: int = 0,
-        limit_s: float | None = None,
-    ) -> bool:
+    def admits(self, batch: StepBatch, limit_s: float | None = None) -> bool:
         """Return True."""
         return True
 
@@ -112,22 +97,14 @@ class AdaptivePolicy:
         learned = self.learned
         return learned.predict_s(batch) + learned.usual_error_s if learned.is_ready else 0.0
 
-    def admits(
-        self,
-        batch: StepBatch,
-        *,
-        extra_attended: int = 0,
-        extra_saved: int = 0,
-        limit_s: float | None = None,
-    ) -> bool:
-        """Return whether the grown batch keeps to the limit, by default the time per token."""
+    def admits(self, batch: StepBatch, limit_s: float | None = None) -> bool:
+        """Return whether the batch keeps to the limit, by default the time per token."""
         if not self.learned.is_ready:
             return True
-        grown = batch.grown(rows=1, attended_tokens=extra_attended, saved_tokens=extra_saved)
         # Predictions far beyond the batches seen so far are guesses: grow in steps, then learn.
-        if grown.rows > max(2 * self.learned.largest_rows, 8):
+        if batch.rows > max(2 * self.learned.largest_rows, 8):
             return False
-        return self.step_s(grown) <= (self.token_time_s if limit_s is None else limit_s)
+        return self.step_s(batch) <= (self.token_time_s if limit_s is None else limit_s)
 
     def pays(self, batch: StepBatch, *, attended: int, useful_share: float) -> bool:
         """Return whether the step's text is predicted to grow by more than its time."""

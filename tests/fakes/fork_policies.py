@@ -16,12 +16,5 @@ class MostTokens(EagerPolicy):
     def step_s(self, batch: StepBatch) -> float:
         return batch.tokens
 
-    def admits(
-        self,
-        batch: StepBatch,
-        *,
-        extra_attended: int = 0,
-        extra_saved: int = 0,
-        limit_s: float | None = None,
-    ) -> bool:
-        return batch.tokens < (self.token_time_s if limit_s is None else limit_s)
+    def admits(self, batch: StepBatch, limit_s: float | None = None) -> bool:
+        return batch.tokens <= (self.token_time_s if limit_s is None else limit_s)

@@ -32,14 +32,7 @@ class MoodyPolicy(EagerPolicy):
     def step_s(self, batch: StepBatch) -> float:
         return 0.002 * (self._numbers.random() > self._chance)
 
-    def admits(
-        self,
-        batch: StepBatch,
-        *,
-        extra_attended: int = 0,
-        extra_saved: int = 0,
-        limit_s: float | None = None,
-    ) -> bool:
+    def admits(self, batch: StepBatch, limit_s: float | None = None) -> bool:
         return self._numbers.random() < self._chance
 
     def observe(self, batch: StepBatch, seconds: float) -> None:

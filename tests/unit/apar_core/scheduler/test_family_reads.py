@@ -96,9 +96,9 @@ def test_an_adaptive_policy_admits_a_thread_whose_siblings_read_for_it() -> None
     policy = AdaptivePolicy(0.010, LearnedStepCosts(costs))
     batch = StepBatch(4, 4500)
 
-    assert not policy.admits(batch, extra_attended=600)
-    assert policy.admits(batch, extra_attended=600, extra_saved=500)
-    assert policy.admits(StepBatch(4, 5500, saved_tokens=1500), extra_attended=600)
+    assert not policy.admits(batch.grown(rows=1, attended_tokens=600))
+    assert policy.admits(batch.grown(rows=1, attended_tokens=600, saved_tokens=500))
+    assert policy.admits(StepBatch(5, 6100, saved_tokens=1500))
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,8 @@ BATCH = StepBatch(4, 400)
 class SmallOnly(EagerPolicy):
     """Admits forks that attend to few tokens."""
 
-    def admits(
-        self,
-        batch: StepBatch,
-        *,
-        extra_attended: int = 0,
-        extra_saved: int = 0,
-        limit_s: float | None = None,
-    ) -> bool:
-        return batch.attended_tokens + extra_attended <= 500
+    def admits(self, batch: StepBatch, limit_s: float | None = None) -> bool:
+        return batch.attended_tokens <= 500
 
 
 def group_of(name: str, arrival: float, *, max_threads: int = 9) -> ThreadGroup[str]:

@@ -23,9 +23,9 @@ def taught(token_time_s: float, *, most_rows: int = 32) -> AdaptivePolicy:
 def admitted(policy: AdaptivePolicy, batch: StepBatch, wanted: int) -> int:
     """Return how many of `wanted` forks the policy admits, one by one."""
     for number in range(wanted):
+        batch = batch.grown(rows=1, attended_tokens=0)
         if not policy.admits(batch):
             return number
-        batch = batch.grown(rows=1, attended_tokens=0)
     return wanted
 
 
@@ -52,7 +52,7 @@ def test_adaptive_is_eager_until_it_has_seen_enough_steps() -> None:
     assert policy.admits(StepBatch(100, 0))
 
     policy.observe(StepBatch(1, 0), 1.0)
-    assert not policy.admits(StepBatch(1, 0))
+    assert not policy.admits(StepBatch(2, 0))
 
 
 def test_adaptive_counts_the_tokens_that_a_fork_attends_to() -> None:
@@ -61,8 +61,8 @@ def test_adaptive_counts_the_tokens_that_a_fork_attends_to() -> None:
         attended = 1000 * (number % 8)
         policy.observe(StepBatch(4, attended), 0.005 + attended * 1e-6)
 
-    assert policy.admits(StepBatch(4, 2000), extra_attended=2500)
-    assert not policy.admits(StepBatch(4, 2000), extra_attended=3500)
+    assert policy.admits(StepBatch(5, 4500))
+    assert not policy.admits(StepBatch(5, 5500))
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 8, 8), (0.2, 3, 6)])
