@@ -506,6 +506,7 @@ class RedisBatches(RedisServer):
     """
 
     # Each script is one step for all other clients. Limits and results are as in SqliteBatches.
+    # `0 - num` because Lua writes a negated 0 as "-0", which Redis does not take.
     _BEGIN = """
         local files = redis.call('ZCARD', ARGV[1] .. 'files/' .. ARGV[2])
         local key = tonumber(redis.call('HGET', ARGV[1] .. 'bytes', ARGV[2]) or 0)
@@ -533,8 +534,8 @@ class RedisBatches(RedisServer):
             redis.call('HDEL', ARGV[1] .. 'counts/' .. ARGV[5], ARGV[6])
             redis.call('UNLINK', ARGV[1] .. ARGV[7] .. '/' .. ARGV[5])
         end
-        redis.call('HINCRBY', ARGV[1] .. 'bytes', ARGV[2], -num)
-        redis.call('HINCRBY', ARGV[1] .. 'bytes', '*', -num)
+        redis.call('HINCRBY', ARGV[1] .. 'bytes', ARGV[2], 0 - num)
+        redis.call('HINCRBY', ARGV[1] .. 'bytes', '*', 0 - num)
         return 1
     """
     _CREATE = """
@@ -601,8 +602,8 @@ class RedisBatches(RedisServer):
             num = num + tonumber(redis.call('HGET', counts, name .. '_bytes') or 0)
             redis.call('UNLINK', ARGV[1] .. name .. '/' .. ARGV[3])
         end
-        redis.call('HINCRBY', ARGV[1] .. 'bytes', ARGV[2], -num)
-        redis.call('HINCRBY', ARGV[1] .. 'bytes', '*', -num)
+        redis.call('HINCRBY', ARGV[1] .. 'bytes', ARGV[2], 0 - num)
+        redis.call('HINCRBY', ARGV[1] .. 'bytes', '*', 0 - num)
         redis.call('DEL', counts, ARGV[1] .. 'batch/' .. ARGV[3])
         redis.call('ZREM', ARGV[1] .. 'ended', ARGV[3])
         redis.call('ZREM', ARGV[1] .. 'batches/' .. ARGV[2], ARGV[3])
