@@ -42,7 +42,10 @@ EXTRAS_OF = {
     "deployments/gateway/key_store.py": ("redis", "serve"),
 }
 # Declared, but not imported by name: opened by another library.
-NOT_IMPORTED = {"tensorboard": "transformers' Trainer"}
+NOT_IMPORTED = {
+    "python-multipart": "Starlette's parser of uploads",
+    "tensorboard": "transformers' Trainer",
+}
 # What vLLM brings; the plugin's base dependencies leave them out.
 OF_VLLM = {"huggingface-hub", "numba", "safetensors", "torch", "transformers", "triton", "vllm"}
 

@@ -149,7 +149,7 @@ async def test_a_batch_leaves_half_of_the_rate_to_other_requests(
     # Two of twenty were needed to create the batch, and ten must be left.
     store = SqliteBatches(tmp_path / "keys.db")
     async with asyncio.timeout(LIMIT_S):
-        while len(await store.answered(batch.id, 1, 30)) < 3:
+        while len(await store.answered(batch.id, 1, 30)) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await store.close()
 
