@@ -356,12 +356,12 @@ def _batches() -> list[AnyPanel]:
     return [
         lines(
             Text("Open batches", "Batches of the Batch API that have not ended.", BATCHES),
-            Query(level(of.BATCHES_OPEN, "status", how="max"), "{{status}}"),
+            Query(level(of.BATCHES_OPEN, "state", how="max"), "{{state}}"),
             stacked=True,
         ),
         lines(
-            Text("Ended batches", "Batches that ended in the last scrapes, by status.", BATCHES),
-            Query(events(of.BATCHES_ENDED, "status"), "{{status}}"),
+            Text("Ended batches", "Batches that ended in the last scrapes, by outcome.", BATCHES),
+            Query(events(of.BATCHES_ENDED, "outcome"), "{{outcome}}"),
         ),
         lines(
             Text(

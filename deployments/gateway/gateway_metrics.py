@@ -130,12 +130,12 @@ class GatewayMetrics:
 
     def batch_ended(self, status: str) -> None:
         """Count a batch that has ended."""
-        self.recorder.inc(catalogue.BATCHES_ENDED, status=status)
+        self.recorder.inc(catalogue.BATCHES_ENDED, outcome=status)
 
     def batches_open(self, statuses: Sequence[str]) -> None:
         """Note the states of all batches that have not ended."""
         for status in _OPEN_STATUSES:
-            self.recorder.set(catalogue.BATCHES_OPEN, statuses.count(status), status=status)
+            self.recorder.set(catalogue.BATCHES_OPEN, statuses.count(status), state=status)
 
     def settings_refused(self, source: str, *, refused: bool) -> None:
         """Note whether the latest settings of a source were refused, so that older ones apply."""
@@ -173,7 +173,7 @@ class GatewayMetrics:
         """Start the counts of new models and key classes at 0."""
         recorder = self.recorder
         for status in _ENDED_STATUSES:
-            recorder.declare(catalogue.BATCHES_ENDED, status=status)
+            recorder.declare(catalogue.BATCHES_ENDED, outcome=status)
         for model in models - self._models:
             for metric in (*_COUNTS, *_HISTOGRAMS):
                 recorder.declare(metric, model=model)

@@ -281,14 +281,14 @@ REQUESTS_REJECTED = _counter(
 BATCHES_OPEN = _gauge(
     "apar_batches_open",
     "batches",
-    {"status": "validating; in_progress; finalizing; cancelling"},
+    {"state": "validating; in_progress; finalizing; cancelling"},
     "Batches of the Batch API that have not ended, of all gateways and keys.",
     same_everywhere=True,
 )
 BATCHES_ENDED = _counter(
     "apar_batches_ended_total",
     "batches",
-    {"status": "completed; failed: its input is invalid; expired; cancelled"},
+    {"outcome": "completed; failed: its input is invalid; expired; cancelled"},
     "Batches that have ended.",
 )
 BATCH_LINES = _counter(

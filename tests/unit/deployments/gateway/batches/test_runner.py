@@ -146,7 +146,7 @@ async def test_a_batch_is_checked_answered_and_ended(open_again: Open) -> None:
     assert output.num_bytes == len(b"".join(records))
     value = gateway.metrics.recorder.value
     assert value(catalogue.BATCH_LINES, key_class="default", outcome="completed") == 3
-    await until(lambda: value(catalogue.BATCHES_ENDED, status="completed") == 1)
+    await until(lambda: value(catalogue.BATCHES_ENDED, outcome="completed") == 1)
     await gateway.runner.close()
 
 
