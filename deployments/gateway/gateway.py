@@ -380,7 +380,7 @@ class Gateway:
         line: LineCall | None = scope.get(_LINE)
         wait_s = _asked_wait_s(scope)
         if line is not None:
-            wait_s = max(1.0, line.until_s - time.time())
+            wait_s = min(MAX_WAIT_S, max(1.0, line.until_s - time.time()))
         model, request, size = self._parsed(caller, scope, raw, exchange)
         terms = request.terms
         await bill.admit(size.prompt_tokens)

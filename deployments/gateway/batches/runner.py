@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from http import HTTPStatus
 from typing import NamedTuple, Protocol, TypeVar
 
 from deployments.config.batches import BatchesConfig
@@ -56,6 +55,8 @@ _CHECKED_BYTES = 2**20
 _WRITTEN_BYTES = 2**22
 _STORE_PAUSE_S = 1.0
 _MIN_PAUSE_S = 0.5
+# A deadline of the line's own counts from each attempt on.
+_FINAL_CODES = ("deadline_exceeded", "first_token_deadline_exceeded")
 # A request may be the cause of the loss; `EnginesDiedError` is not retried at all.
 _MAX_LOSSES = 5
 
@@ -528,8 +529,7 @@ class BatchRun:
                 )
             )
             pause_s = self._pause_s(answer)
-            if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                num_losses += error_code(answer.body) == ReplicaLostError.code
+            num_losses += pause_s is not None and error_code(answer.body) == ReplicaLostError.code
             if pause_s is None or num_losses > _MAX_LOSSES:
                 break
             entry.leave()
@@ -547,7 +547,7 @@ class BatchRun:
 
     def _pause_s(self, answer: LineAnswer) -> float | None:
         """Return the time until a refused line is sent again; None if its answer is final."""
-        if answer.status not in LINE_IS_RETRIED:
+        if answer.status not in LINE_IS_RETRIED or error_code(answer.body) in _FINAL_CODES:
             return None
         pause_s = max(_MIN_PAUSE_S, answer.retry_after_s or 0.0)
         return pause_s if time.time() + pause_s < self.batch.expires_at else None

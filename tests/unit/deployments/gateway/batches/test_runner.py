@@ -264,18 +264,21 @@ async def test_final_answers_and_errors_go_to_their_own_files(open_again: Open) 
             return LineAnswer(429, b'{"error": {"code": "tokens_per_month_exceeded"}}', 1e6)
         if number == 2:
             return LineAnswer(503, b'{"error": {"code": "engine_lost"}}', 0.01)
-        return LineAnswer(400 if number == 3 else 200, b"{}")
+        if number == 3:
+            return LineAnswer(503, b'{"error": {"code": "deadline_exceeded"}}', 1.0)
+        return LineAnswer(400 if number == 4 else 200, b"{}")
 
     store = open_again()
     gateway = Gateway(store, mixed)
-    done = await ended(store, await created(store, 4))
+    done = await ended(store, await created(store, 5))
 
     assert done.status is Status.COMPLETED
-    assert [each["custom_id"] for each in await results(store, done)] == ["4"]
+    assert [each["custom_id"] for each in await results(store, done)] == ["5"]
     errors = await results(store, done, has_errors=True)
-    assert [each["response"]["status_code"] for each in errors] == [429, 503, 400]
+    assert [each["response"]["status_code"] for each in errors] == [429, 503, 503, 400]
     # The request may be what stops the engines.
     assert sum(call.request_id.endswith("-2") for call in gateway.calls) == 6
+    assert len(gateway.calls) == 10
     await gateway.runner.close()
 
 
