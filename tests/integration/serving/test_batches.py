@@ -50,14 +50,16 @@ def jsonl(num_lines: int, **fields: Any) -> bytes:
 
 def start(client: openai.OpenAI, data: bytes) -> Any:
     file = client.files.create(file=("input.jsonl", data), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
 
 
 def wait(client: openai.OpenAI, batch_id: str, *, num_done: int | None = None) -> Any:
     """Wait until a batch has ended, or has so many answers."""
     deadline = time.monotonic() + WAIT_S
     while True:
-        batch = client.batches.retrieve(batch_id)
+        batch: Any = client.batches.retrieve(batch_id)
         ended = batch.status in ("completed", "failed", "expired", "cancelled")
         if ended or (num_done is not None and batch.request_counts.completed >= num_done):
             return batch
@@ -93,7 +95,7 @@ def test_a_batch_runs_beside_requests_that_go_first(tmp_path: Path) -> None:
         # Two lines run and eight fill the queue.
         asked = {name: value for name, value in BODY.items() if name != "ignore_eos"}
         answer = other.chat.completions.create(**asked, extra_body={"ignore_eos": True})
-        during = client.batches.retrieve(batch.id)
+        during: Any = client.batches.retrieve(batch.id)
         assert answer.usage is not None
         assert during.status == "in_progress"
         assert during.request_counts.completed < num_lines - 10
