@@ -329,6 +329,28 @@ async def test_an_upload_may_be_compressed_but_not_beyond_the_limit(make: Make) 
         assert answer.status_code == status, answer.text
 
 
+async def test_an_upload_that_stalls_is_a_408_and_leaves_nothing(make: Make) -> None:
+    http = client_of(make(batches=BatchesConfig(upload_timeout_s=0.2, keep_days=2)))
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"--b\r\n"
+        await asyncio.Event().wait()
+
+    headers = bearer("alice") | {"content-type": "multipart/form-data; boundary=b"}
+    answer = await http.post("/v1/files", content=stalling(), headers=headers)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
+    sent = await http.post(
+        "/v1/files",
+        files={"file": ("f", b"x")},
+        data={"purpose": "batch"},
+        headers=bearer("alice"),
+    )
+    assert sent.json()["expires_at"] == sent.json()["created_at"] + 2 * 86_400
+    listed = await http.get("/v1/files", headers=bearer("alice"))
+    assert [each["id"] for each in listed.json()["data"]] == [sent.json()["id"]]
+
+
 NEW = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
 
 
