@@ -39,6 +39,8 @@ EXTRAS_OF = {
     "cluster/lab": ("lab", "serve"),
     "cluster/loadtest": ("loadtest",),
     "deployments": ("serve",),
+    "deployments/gateway/batches/store.py": ("redis", "serve"),
+    "deployments/gateway/databases.py": ("redis", "serve"),
     "deployments/gateway/key_store.py": ("redis", "serve"),
 }
 # Declared, but not imported by name: opened by another library.
