@@ -138,7 +138,7 @@ class KeyTerms:
     """Terms that the server grants to a request; no client can set them past the gateway.
 
     `key`, `key_max_threads` and `deadline_at_s` are as in `ForkParameters`. `priority` is vLLM's:
-    lower goes first; it counts only with a key.
+    lower goes first; without a key, only a line of a batch has one other than 0.
     """
 
     key: str | None

@@ -160,7 +160,7 @@ class ForkInputProcessor(InputProcessor):
         """Process a request. Raises VLLMValidationError (HTTP 400) for what is refused."""
         request = super().process_inputs(request_id, prompt, params, *args, **kwargs)
         terms = find_client(self.key_terms, request_id)
-        if terms is not None and terms.key is not None:
+        if terms is not None and (terms.key is not None or terms.priority):
             request.priority = terms.priority
         elif self._ignores_priority:
             request.priority = 0

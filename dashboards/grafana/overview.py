@@ -3,9 +3,12 @@
 from dashboards.grafana.board import OUR_ALERTS, Board, Row
 from dashboards.grafana.panels import (
     ALERTS,
+    BATCH_LINES,
+    BATCHES,
     DECISIONS_PER_S,
     FORKS_PER_S,
     GATEWAYS,
+    LINES_PER_S,
     LOG_LINES,
     NODES,
     REPLICAS,
@@ -67,6 +70,7 @@ def overview() -> Board:
             Row("Now", _now()),
             Row("Requests", _requests()),
             Row("Load", _load()),
+            Row("Batches", _batches()),
             Row("Errors and alerts", _errors()),
             Row("Replicas and versions", [_replica_table(), _versions()]),
         ),
@@ -344,6 +348,30 @@ def _load() -> list[AnyPanel]:
             ),
             Query(quantile(0.5, of.EVENT_LOOP_LAG), "p50"),
             Query(quantile(0.99, of.EVENT_LOOP_LAG), "p99"),
+        ),
+    ]
+
+
+def _batches() -> list[AnyPanel]:
+    return [
+        lines(
+            Text("Open batches", "Batches of the Batch API that have not ended.", BATCHES),
+            Query(level(of.BATCHES_OPEN, "state", how="max"), "{{state}}"),
+            stacked=True,
+        ),
+        lines(
+            Text("Ended batches", "Batches that ended in the last scrapes, by outcome.", BATCHES),
+            Query(events(of.BATCHES_ENDED, "outcome"), "{{outcome}}"),
+        ),
+        lines(
+            Text(
+                "Lines of batches",
+                "Lines answered per second, and lines in the gateway's queue, behind all requests.",
+                LINES_PER_S,
+            ),
+            Query(rate(of.BATCH_LINES, "outcome"), "{{outcome}}"),
+            Query(level(of.BATCH_LINES_QUEUED), "queued"),
+            right_axis={"B": BATCH_LINES},
         ),
     ]
 

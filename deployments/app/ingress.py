@@ -173,6 +173,7 @@ class GatewayIngress:
             self._cors.configure(settings.gateway.cors)
             await self._gateway.reconfigure(settings.gateway, calls)
         await self._join_or_leave(settings.gateway)
+        self._gateway.start()
         if not was_applied or settings.gateway.logging != before.gateway.logging:
             # Opening and closing files takes long if the disk hangs.
             await asyncio.to_thread(self._logs.configure, settings.gateway.logging)
@@ -196,9 +197,10 @@ class GatewayIngress:
         return gateway_report({name: queue.num_startable for name, queue in waiting.items()})
 
     async def close(self) -> None:
-        """Refuse new requests."""
+        """Refuse new requests, and leave the batches that run here to other gateways."""
         SHORTCUT.close()
         self._drain.close()
+        await self._gateway.stop_batches()
 
     async def inside(self) -> int:
         """Return the number of admitted requests that have not ended."""

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from deployments.config.batches import BatchesConfig
 from deployments.config.connections import ConnectionsConfig
 from deployments.config.cors import CorsConfig
 from deployments.config.files import ConfigError, check_plain_values, problems_of, read_yaml
@@ -87,6 +88,9 @@ class ClusterConfig(BaseModel):
     )
     key_store: KeyStoreConfig = Field(
         KeyStoreConfig(), description="Where usage and the keys created at run time are stored."
+    )
+    batches: BatchesConfig = Field(
+        BatchesConfig(), description="The Batch API: uploaded files and batches of requests."
     )
     allow_anonymous: bool = Field(
         False,

@@ -243,6 +243,11 @@ class Accounts:
         end = bisect_left(self._waiting_priorities, priority)
         return sum(self._classes[each].num_waiting for each in self._waiting_priorities[:end])
 
+    def num_waiting_of(self, priority: int) -> int:
+        """Return the number of waiting requests of one class."""
+        peers = self._classes.get(priority)
+        return 0 if peers is None else peers.num_waiting
+
     @property
     def least_urgent(self) -> Iterable[Account]:
         """The accounts with waiting requests of the least urgent class that has any."""

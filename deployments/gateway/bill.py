@@ -26,7 +26,10 @@ class Bill:
     def __init__(
         self, caller: Caller, admission: Admission, ledger: Ledger, record: RequestRecord
     ) -> None:
-        """`admission` is what `KeyRates.admit_request` returned."""
+        """`admission` is what `KeyRates.admit_request` returned.
+
+        A line of a batch leaves half of the token rate to other requests.
+        """
         self._caller = caller
         self._admission = admission
         self._ledger = ledger
@@ -66,7 +69,10 @@ class Bill:
         key, rates, record = self._caller.key, self._caller.rates, self._record
         self._prompt_tokens = prompt_tokens
         if rates is not None:
-            self._admission = (*self._admission, *await rates.admit_tokens(prompt_tokens))
+            self._admission = (
+                *self._admission,
+                *await rates.admit_tokens(prompt_tokens, leaves_half=record.batch_id is not None),
+            )
         self._is_admitted = True
         if key is not None:
             self._tally = self._ledger.begin(key, usage_model(record), prompt_tokens)

@@ -50,6 +50,11 @@ class Caller:
     rates: KeyRates | None = None
     cache_salt: str | None = None
 
+    @property
+    def owner(self) -> str:
+        """The name under which the caller's files and batches are stored, empty for everyone."""
+        return "" if self.key is None else self.name
+
     def may_use(self, model: str) -> bool:
         """Return whether the caller may use a model."""
         return self.key is None or self.key.models is None or model in self.key.models
@@ -173,14 +178,25 @@ class Callers:
     async def identify(self, headers: Headers) -> Caller:
         """Return the caller of a request. Raises UnknownKeyError."""
         key = await self.ring.find(headers)
-        if key is None:
-            return EVERYONE
+        return EVERYONE if key is None else self._caller_of(key)
+
+    def _caller_of(self, key: KeyConfig) -> Caller:
         caller = self._callers.get(key.name)
         if caller is None or caller.key is None or _limits_of(caller.key) != _limits_of(key):
             # The storage still holds what was counted under the old limits.
             caller = Caller(key.name, key, self._rates(key), self._salt(key.name))
             self._callers[key.name] = caller
         return caller
+
+    async def named(self, name: str) -> Caller | None:
+        """Return the caller of this name, None while no key of this name is in force.
+
+        Without required keys, the empty name is everyone's. Raises StoreError.
+        """
+        if not self.ring.asks_for_keys:
+            return EVERYONE if name == "" else None
+        key = await self.ring.named(name)
+        return None if key is None else self._caller_of(key)
 
     def _rates(self, key: KeyConfig) -> KeyRates | None:
         if key.requests_per_minute is None and key.tokens_per_minute is None:
@@ -280,7 +296,7 @@ class KeyRing:
         Raises UnknownKeyError. Raises StoreError for a key that is not configured if the run-time
         keys were last read too long ago.
         """
-        if not self._keys and self._file is None:
+        if not self.asks_for_keys:
             return None
         token = _token(headers)
         if token is None:
@@ -302,6 +318,22 @@ class KeyRing:
         if key.expires_at is not None and key.expires_at <= self._now():
             raise ExpiredKeyError(f"The API key expired at {key.expires_at:%Y-%m-%dT%H:%M:%S%z}.")
         return key
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._keys) or self._file is not None
+
+    async def named(self, name: str) -> KeyConfig | None:
+        """Return a key of this name that is in force. Raises StoreError."""
+        await self._look_at_file()
+        await self._ask_store()
+        now = self._now()
+        for key in (*self._by_hash.values(), *self._stored_by_hash.values()):
+            if key.name == name and (key.expires_at is None or key.expires_at > now):
+                return key
+        self._check_age()
+        return None
 
     async def _ask_store(self) -> None:
         """Read the run-time keys if they have changed; check at most once per `STORE_AGE_S`."""

@@ -19,9 +19,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from apar_core.errors import CapacityError
+from deployments.config.keys import MAX_PRIORITY
 from deployments.gateway.accounts import ONE, Account, Accounts, QueuedKey, Size, Waiter, has_room
 from deployments.wire.errors import DeadlineError, QueueTimeoutError, RateLimitError
 
+LINE_PRIORITY = MAX_PRIORITY + 1
+"""Priority of the lines of batches, behind every priority that a request may ask for."""
 # Weight of the newest answer in a mean.
 _NEWEST = 0.1
 # Cost of a prompt token in generated tokens: the paper's weights are 1 and 2.
@@ -158,12 +161,14 @@ class QueueState:
 
     `num_sequences` counts the sequences of the running requests. `num_startable` counts the waiting
     sequences that more replicas could serve. The others wait for running requests of their own key.
+    `num_lines` counts those of the waiting requests that are lines of batches.
     """
 
     running: int
     num_sequences: int
     waiting: dict[str, int]
     num_startable: int
+    num_lines: int = 0
 
 
 class FairQueue:
@@ -213,7 +218,8 @@ class FairQueue:
         waiting = {key.name: key.num_waiting for key in self._accounts.backlogged}
         num_startable = sum(key.num_startable for key in self._accounts.backlogged)
         running, num_sequences = self._accounts.num_running, self._accounts.num_sequences
-        return QueueState(running, num_sequences, waiting, num_startable)
+        num_lines = self._accounts.num_waiting_of(LINE_PRIORITY)
+        return QueueState(running, num_sequences, waiting, num_startable, num_lines)
 
     @property
     def keys(self) -> Iterable[QueuedKey]:

@@ -4,6 +4,7 @@ Errors have the form of their route's API, and all responses carry the id of the
 """
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -12,19 +13,23 @@ from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from apar_core.errors import CapacityError, RequestError
 from deployments.client_headers import BYPASSES_SERVE, REQUEST_ID
 from deployments.config.keys import KeyConfig
 from deployments.gateway.accounts import Size
 from deployments.gateway.admin import ADMIN_PATH, Admin
+from deployments.gateway.batches.api import FILES_PATH, MAX_FIELDS_BYTES, is_batch_path
+from deployments.gateway.batches.runner import LineAnswer, LineCall
+from deployments.gateway.batches.service import Batches
+from deployments.gateway.batches.store import open_store
 from deployments.gateway.bill import Bill
 from deployments.gateway.body import BodyBudget, HeldBody, RequestBody, read_body
 from deployments.gateway.callers import Caller, Callers
 from deployments.gateway.exchange import Exchange
-from deployments.gateway.fair_queue import Due, QueueState, Ticket
-from deployments.gateway.gateway_metrics import GatewayMetrics
+from deployments.gateway.fair_queue import LINE_PRIORITY, Due, QueueState, Ticket
+from deployments.gateway.gateway_metrics import LINE_IS_RETRIED, GatewayMetrics
 from deployments.gateway.gateway_trace import start_trace
 from deployments.gateway.health import (
     HEALTH_PATH,
@@ -54,6 +59,7 @@ from deployments.routing.shared_router import ROUTERS
 from deployments.tracing.tracing import GATEWAY, open_tracing, reopened
 from deployments.wire.errors import (
     INTERNAL_ERROR,
+    JSON_TYPE,
     NotReadyError,
     QueueTimeoutError,
     UnknownKeyError,
@@ -72,6 +78,12 @@ WAIT_HEADER = b"x-apar-wait-s"
 MAX_WAIT_S = 3600.0
 _ADMIN_BODY_BYTES = 2**16
 _PASSED_HEADERS = (b"content-type",)
+
+
+_LINE = "apar.batch_line"
+"""Scope key of a request that is the line of a batch; no client can set it."""
+# Lines may take this part of `limits.max_held_body_bytes`; answers come on top.
+_LINES_SHARE = 8
 
 
 class Gateway:
@@ -108,6 +120,8 @@ class Gateway:
         self.retries = Retries(settings.retries)
         self.tracing = open_tracing(settings.tracing, GATEWAY)
         self._bodies = BodyBudget(settings.limits.held_body_bytes)
+        self._batches = self._open_batches(settings)
+        self._is_started = False
         self._followed: set[str] = set()
         self._created_s = int(time.time())
 
@@ -127,6 +141,7 @@ class Gateway:
             else:
                 known.reconfigure(model, calls)
                 models[model.name] = known
+        before = self._settings
         self._bodies.max_bytes = settings.limits.held_body_bytes
         self._models = models
         self._by_name = by_name(models.values())
@@ -136,10 +151,75 @@ class Gateway:
             settings.keys, settings.keys_file, settings.limits, settings.key_store
         )
         self.tracing = reopened(self.tracing, settings.tracing, GATEWAY)
+        await self._reconfigure_batches(before, settings)
+
+    async def _reconfigure_batches(
+        self, before: GatewaySettings, settings: GatewaySettings
+    ) -> None:
+        if _database_of(before) != _database_of(settings):
+            await self.stop_batches()
+            self._batches = self._open_batches(settings)
+            if self._is_started and self._batches is not None:
+                self._batches.start()
+        elif self._batches is not None:
+            self._batches.configure(settings.batches)
+
+    def _open_batches(self, settings: GatewaySettings) -> Batches | None:
+        if not settings.batches.enabled or settings.batch_store is None:
+            return None
+        store = open_store(settings.batch_store, settings.limits.read_storage_uri())
+        return Batches(store, self, self.metrics, settings.batches)
+
+    def start(self) -> None:
+        """Run the batches that are waiting, from now on."""
+        self._is_started = True
+        if self._batches is not None:
+            self._batches.start()
+
+    async def stop_batches(self) -> None:
+        """Leave the batches that run here to other gateways, or to the next start."""
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            await batches.close()
 
     async def close(self) -> None:
         """Write what is still in memory; requests must have ended."""
+        await self.stop_batches()
         await self.callers.close()
+
+    async def answer_line(self, call: LineCall) -> LineAnswer:
+        """Answer a request of a batch like one of its key's, at the lowest priority."""
+        answer = _CollectedAnswer(call.body)
+        scope: Scope = {
+            "type": "http",
+            "method": "POST",
+            "path": call.path,
+            "query_string": b"",
+            "headers": [JSON_TYPE, (REQUEST_ID, call.request_id.encode())],
+            _LINE: call,
+        }
+        await self(scope, answer.receive, answer.send)
+        return answer.collected()
+
+    async def caller_named(self, name: str) -> Caller | None:
+        """Return the caller of this name, None while none is in force. Raises StoreError."""
+        return await self.callers.named(name)
+
+    def check_model(self, name: object, caller: Caller) -> None:
+        """Raise RequestError for a model that the caller cannot use."""
+        if isinstance(name, str):
+            name = self._settings.aliases.get(name, name)
+        find_model(self._by_name, name, caller, needed=True)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Limit on the body of a request."""
+        return self._settings.limits.max_body_bytes
+
+    @property
+    def max_batch_bytes(self) -> int:
+        """Limit on the bodies of all lines of batches in queues and at replicas."""
+        return self._settings.limits.held_body_bytes // _LINES_SHARE
 
     @property
     def _page(self) -> dict[str, PageFile]:
@@ -212,6 +292,8 @@ class Gateway:
     def _count_refusal(self, exchange: Exchange) -> None:
         """Count a key's refused request if it was sent to no replica."""
         record, caller = exchange.record, exchange.caller
+        if record.batch_id is not None and record.status in LINE_IS_RETRIED:
+            return
         is_refused = record.sent_s is None and (record.status or 0) >= HTTPStatus.BAD_REQUEST
         if is_refused and caller is not None and caller.key is not None:
             self.callers.ledger.refused(caller.name, record)
@@ -219,9 +301,13 @@ class Gateway:
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         method, path = _answered_method(scope), scope["path"]
         caller: Caller | None = None
+        line: LineCall | None = scope.get(_LINE)
         try:
             if path.startswith(ADMIN_PATH):
                 await self._administer(exchange, scope, receive)
+                return
+            if self._batches is not None and is_batch_path(path):
+                await self._serve_batches(self._batches, exchange, scope, receive)
                 return
             accepted = self._method_of(path)
             if accepted != method:
@@ -232,22 +318,33 @@ class Gateway:
                         f"Responses are not stored here, so {path} does not exist"
                     )
                 raise UnknownRouteError(f"Unknown route: {scope['method']} {path}")
-            caller = await self.callers.identify(scope["headers"])
+            if line is None:
+                caller = await self.callers.identify(scope["headers"])
+            else:
+                caller, exchange.record.batch_id = line.caller, line.batch_id
             exchange.called_by(caller)
             # Before the body is read: reading and parsing cost more than refusing.
             if method == "POST" and caller.key is not None:
                 await self.callers.ledger.check(caller.key)
-            admission = () if caller.rates is None else await caller.rates.admit_request()
+            admission = (
+                ()
+                if caller.rates is None
+                else await caller.rates.admit_request(leaves_half=line is not None)
+            )
             if method == "POST":
                 bill = Bill(caller, admission, self.callers.ledger, exchange.record)
                 owner = None if caller.key is None else caller.name
+                if line is not None:
+                    # Apart from the key's other requests, which need room too.
+                    owner = f"batches of {caller.name}"
                 with bill, self._bodies.hold(owner) as held:
                     await self._answer(caller, scope, receive, held, bill, exchange)
             else:
                 await self._describe(caller, scope, exchange)
         except (RequestError, CapacityError) as error:
-            self.metrics.rejected(error.reason, caller)
-            if caller is not None:
+            if line is None:
+                self.metrics.rejected(error.reason, caller)
+            if caller is not None and line is None:
                 exchange.rate_headers = await caller.rate_headers()
             await send_error(exchange.send, response_for(error).in_form(exchange.form))
 
@@ -280,7 +377,10 @@ class Gateway:
         except CapacityError:
             bill.refund()
             raise
+        line: LineCall | None = scope.get(_LINE)
         wait_s = _asked_wait_s(scope)
+        if line is not None:
+            wait_s = min(MAX_WAIT_S, max(1.0, line.until_s - time.time()))
         model, request, size = self._parsed(caller, scope, raw, exchange)
         terms = request.terms
         await bill.admit(size.prompt_tokens)
@@ -288,7 +388,12 @@ class Gateway:
         starts = not model.replicas.num_running
         try:
             model, request, ticket = await self._enter(
-                caller, model, request, size, exchange, wait_s if starts else None
+                caller,
+                model,
+                request,
+                size,
+                exchange,
+                wait_s if starts or line is not None else None,
             )
         except QueueTimeoutError:
             if model.replicas.num_running:
@@ -327,6 +432,8 @@ class Gateway:
         """
         priority, due = request.terms.priority, _due(request.terms.deadlines)
         name = self._settings.fallback.get(exchange.record.adapter or model.settings.name)
+        if exchange.record.batch_id is not None:
+            name = None  # It can wait for the model that it asks for.
         other = None if name is None or not caller.may_use(name) else self._by_name.get(name)
         if name is None or other is None or size.num_sequences > other.max_sequences:
             return model, request, await model.enter(caller, priority, due, max_wait_s, size)
@@ -365,6 +472,8 @@ class Gateway:
         key = caller.key
         options = read_options(body.fields, scope["headers"])
         priority = 0 if key is None else priority_of(key, body.fields)
+        if _LINE in scope:
+            priority = LINE_PRIORITY
         body.check_prompt(
             self._settings.limits.max_prompt_chars, "the limit `limits.max_prompt_chars`"
         )
@@ -419,6 +528,29 @@ class Gateway:
             _answered_method(scope), scope["path"], scope["query_string"], body, caller
         )
         await send_whole(exchange.send, answer)
+
+    async def _serve_batches(
+        self, batches: Batches, exchange: Exchange, scope: Scope, receive: Receive
+    ) -> None:
+        """Handle a request to a route of the Batch API."""
+        method, limits = _answered_method(scope), self._settings.limits
+        batches.api.check_route(method, scope["path"])
+        caller = await self.callers.identify(scope["headers"])
+        exchange.called_by(caller)
+        if caller.rates is not None:
+            await caller.rates.admit_request()
+        with self._bodies.hold(caller.name) as held:
+            body = b""
+            if method == "POST" and scope["path"] != FILES_PATH:
+                body = await read_body(
+                    receive,
+                    scope["headers"],
+                    min(MAX_FIELDS_BYTES, limits.max_body_bytes),
+                    held,
+                    timeout_s=limits.body_timeout_s,
+                )
+            exchange.rate_headers = await caller.rate_headers()
+            await batches.api.answer(method, scope, receive, body, caller.owner, exchange.send)
 
     async def _describe(self, caller: Caller, scope: Scope, exchange: Exchange) -> None:
         """Answer a GET request about the server; it does not wait in a model's queue."""
@@ -500,6 +632,48 @@ class Gateway:
         for model in self._models.values():
             if model.settings.deployment == deployment:
                 model.replicas_changed(num_running)
+
+
+class _CollectedAnswer:
+    """Gives a request its body, and collects the answer."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self._status = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._pieces: list[bytes] = []
+
+    async def receive(self) -> Message:
+        """Return the body, once."""
+        body, self._body = self._body, None
+        assert body is not None, "a request reads its body once"
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        """Take a part of the answer."""
+        if message["type"] == "http.response.start":
+            self._status, self._headers = message["status"], dict(message["headers"])
+        else:
+            self._pieces.append(message.get("body", b""))
+
+    def collected(self) -> LineAnswer:
+        """Return the answer; its body is JSON."""
+        body = b"".join(self._pieces)
+        if not self._headers.get(b"content-type", b"").startswith(b"application/json"):
+            body = json.dumps(body.decode(errors="replace")).encode()
+        retry_after = self._headers.get(b"retry-after")
+        return LineAnswer(self._status, body, None if retry_after is None else float(retry_after))
+
+
+def _database_of(settings: GatewaySettings) -> tuple[object, ...]:
+    """Return what decides where files and batches are stored."""
+    limits = settings.limits
+    return (
+        settings.batches.enabled,
+        settings.batch_store,
+        limits.rate_storage,
+        limits.rate_storage_password,
+    )
 
 
 def _call_in(

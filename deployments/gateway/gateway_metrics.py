@@ -1,7 +1,7 @@
 """Metrics of a gateway: finished and refused requests, queues, and router decisions."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from http import HTTPStatus
 
@@ -35,11 +35,17 @@ _HISTOGRAMS = (
 _STATE_GAUGES = (
     catalogue.REQUESTS_RUNNING,
     catalogue.REQUESTS_QUEUED,
+    catalogue.BATCH_LINES_QUEUED,
     catalogue.REPLICAS,
     catalogue.REPLICAS_WANTED,
     catalogue.UNREACHABLE_REPLICAS,
 )
 _TOKEN_KINDS = ("prompt", "generated")
+_LINE_OUTCOMES = ("completed", "failed")
+_OPEN_STATUSES = ("validating", "in_progress", "finalizing", "cancelling")
+_ENDED_STATUSES = ("completed", "failed", "expired", "cancelled")
+LINE_IS_RETRIED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Statuses with which the line of a batch is sent again later."""
 
 
 class Outcome(StrEnum):
@@ -87,9 +93,12 @@ class GatewayMetrics:
     def ended(self, record: RequestRecord, caller: Caller | None = None) -> None:
         """Count a finished request."""
         found_none = record.found_no_replica
-        if found_none:
+        if found_none and record.batch_id is None:
             self.rejected(NoReplicaError.reason, caller)
         if not generates(record.path):
+            return
+        is_line = record.batch_id is not None
+        if is_line and record.status in LINE_IS_RETRIED:
             return
         recorder, model, outcome = self.recorder, record.model or UNKNOWN, outcome_of(record)
         key_class = _class_of(caller)
@@ -100,19 +109,33 @@ class GatewayMetrics:
             if number:
                 labels = {"model": model, "key_class": key_class, "kind": kind}
                 recorder.inc(catalogue.CHARGED_TOKENS, number, **labels)
-        if record.queue_s is not None:
+        if record.queue_s is not None and not is_line:
             recorder.observe(catalogue.QUEUE_TIME, record.queue_s, model=model)
         if record.stream and record.status == HTTPStatus.OK and record.first_byte_s is not None:
             recorder.observe(catalogue.TIME_TO_FIRST_TOKEN, record.first_byte_s, model=model)
         if record.longest_gap_s is not None:
             recorder.observe(catalogue.LONGEST_CHUNK_GAP, record.longest_gap_s, model=model)
-        if outcome is Outcome.OK and record.total_s is not None:
+        if outcome is Outcome.OK and record.total_s is not None and not is_line:
             recorder.observe(catalogue.REQUEST_LATENCY, record.total_s, model=model)
         if record.retries:
             recorder.inc(catalogue.RETRIES, record.retries - record.continued, model=model)
             recorder.inc(catalogue.MIGRATIONS, record.continued, model=model)
         if record.error_code in _LOST and not found_none:
             recorder.inc(catalogue.GIVEN_UP, model=model)
+
+    def batch_line(self, caller: Caller | None, *, has_failed: bool) -> None:
+        """Count a line of a batch whose result is stored."""
+        outcome = "failed" if has_failed else "completed"
+        self.recorder.inc(catalogue.BATCH_LINES, key_class=_class_of(caller), outcome=outcome)
+
+    def batch_ended(self, status: str) -> None:
+        """Count a batch that has ended."""
+        self.recorder.inc(catalogue.BATCHES_ENDED, outcome=status)
+
+    def batches_open(self, statuses: Sequence[str]) -> None:
+        """Note the states of all batches that have not ended."""
+        for status in _OPEN_STATUSES:
+            self.recorder.set(catalogue.BATCHES_OPEN, statuses.count(status), state=status)
 
     def settings_refused(self, source: str, *, refused: bool) -> None:
         """Note whether the latest settings of a source were refused, so that older ones apply."""
@@ -133,7 +156,8 @@ class GatewayMetrics:
         recorder, name, state = self.recorder, model.settings.name, model.state
         values = (
             state.running,
-            sum(state.waiting.values()),
+            sum(state.waiting.values()) - state.num_lines,
+            state.num_lines,
             # Ray Serve creates its router, and ours with it, on first use.
             model.replicas.num_running and ROUTERS.capacity(model.settings.deployment),
             model.settings.wanted,
@@ -148,12 +172,16 @@ class GatewayMetrics:
     def _declare(self, models: set[str], key_classes: set[str]) -> None:
         """Start the counts of new models and key classes at 0."""
         recorder = self.recorder
+        for status in _ENDED_STATUSES:
+            recorder.declare(catalogue.BATCHES_ENDED, outcome=status)
         for model in models - self._models:
             for metric in (*_COUNTS, *_HISTOGRAMS):
                 recorder.declare(metric, model=model)
         for key_class in key_classes - self._key_classes:
             for reason in REJECTION_REASONS:
                 recorder.declare(catalogue.REQUESTS_REJECTED, reason=reason, key_class=key_class)
+            for result in _LINE_OUTCOMES:
+                recorder.declare(catalogue.BATCH_LINES, key_class=key_class, outcome=result)
         self._models |= models
         self._key_classes |= key_classes
         for model, key_class in {

@@ -4,42 +4,34 @@ A store is written in batches, off the event loop. Days and months are in UTC. E
 StoreError while the store fails.
 """
 
-import asyncio
 import json
 import logging
-import os
 import secrets
 import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from deployments.config.files import problems_of
 from deployments.config.key_store import KeyStoreConfig
 from deployments.config.keys import KeyConfig
-from deployments.wire.errors import StoreError
+from deployments.gateway.databases import RedisServer, SqliteFile
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-
 ANSWER_S = 0.5
 """Timeout of a store: it must not delay requests for longer."""
 # Reports and admin calls may take longer than a request may wait.
 _REPORT_S = 10.0
-_LOCK_S = 5.0
-_SCHEMA_VERSION = 1
 _BATCH_MEMORY_S = 86_400
 _REDIS = "apar/"
 
@@ -148,15 +140,12 @@ def open_store(config: KeyStoreConfig, storage_uri: str) -> KeyStore:
     return RedisStore(storage_uri, config.keep_days)
 
 
-class SqliteStore:
-    """One SQLite file in WAL mode, shared by the gateways of one machine."""
+class SqliteStore(SqliteFile):
+    """Tables of usage and keys in the SQLite file."""
 
     def __init__(self, path: Path, keep_days: int = 400) -> None:
-        self._path = path
+        super().__init__(path, answer_s=ANSWER_S)
         self._keep_days = keep_days
-        self._connection: sqlite3.Connection | None = None
-        # One thread: SQLite serializes writers anyway.
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="key-store")
 
     async def add(self, batch: Batch) -> None:
         """Add usage in one transaction; a batch that was added before is ignored."""
@@ -247,62 +236,7 @@ class SqliteStore:
 
         await self._run(write, _REPORT_S, writes=True)
 
-    async def close(self) -> None:
-        """Close the file after the work in progress."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, self._drop)
-        self._executor.shutdown(wait=False)
-
-    async def _run(
-        self,
-        work: Callable[[sqlite3.Connection], Answer],
-        answer_s: float | None = None,
-        *,
-        writes: bool = False,
-    ) -> Answer:
-        """Run one transaction in the store's thread."""
-
-        def run() -> Answer:
-            try:
-                connection = self._connection or self._open()
-                with connection:
-                    connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
-                    return work(connection)
-            except BaseException:
-                self._drop()
-                raise
-
-        loop = asyncio.get_running_loop()
-        try:
-            # A thread cannot be interrupted.
-            async with asyncio.timeout(ANSWER_S if answer_s is None else answer_s):
-                return await asyncio.shield(loop.run_in_executor(self._executor, run))
-        except (sqlite3.Error, OSError, RuntimeError, ValueError) as error:
-            raise StoreError(f"{self._path}: {error!r}") from error
-
-    def _open(self) -> sqlite3.Connection:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Owner only: the file holds hashes of keys, and the usage of each.
-        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
-        connection = sqlite3.connect(
-            self._path, timeout=_LOCK_S, isolation_level=None, check_same_thread=False
-        )
-        try:
-            _set_wal(connection)
-            connection.execute("PRAGMA synchronous = FULL")
-            self._prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
-        self._connection = connection
-        return connection
-
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version > _SCHEMA_VERSION:
-            raise ValueError(
-                f"the file has version {version}; this program knows {_SCHEMA_VERSION}"
-            )
         counters = ", ".join(f"{name} INTEGER NOT NULL" for name in COUNTERS)
         with connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -320,37 +254,12 @@ class SqliteStore:
                 "CREATE TABLE IF NOT EXISTS batches (id TEXT PRIMARY KEY, at_s INTEGER NOT NULL)"
             )
             connection.execute("INSERT OR IGNORE INTO facts VALUES ('keys', 0)")
-            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             oldest = (datetime.now(UTC).date() - timedelta(days=self._keep_days)).isoformat()
             connection.execute("DELETE FROM usage WHERE day < ?", (oldest,))
 
-    def _drop(self) -> None:
-        """Close the connection; the next use opens another."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(sqlite3.Error):
-                connection.close()
 
-
-def _set_wal(connection: sqlite3.Connection) -> None:
-    """Switch to WAL mode, in which readers and a writer can use the file at the same time.
-
-    Retries while the file is busy: for this switch, SQLite does not wait for other connections
-    that are opening it.
-    """
-    until = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
-                raise
-            time.sleep(0.02)
-
-
-class RedisStore:
-    """Redis, shared by all gateways: one hash of counters per day, and one of all keys."""
+class RedisStore(RedisServer):
+    """One hash of counters per day, and one of all keys."""
 
     # One call, so that a batch is added once and completely. ARGV: two lifetimes, then hash, field
     # and number of each counter.
@@ -364,9 +273,8 @@ class RedisStore:
     """
 
     def __init__(self, uri: str, keep_days: int = 400) -> None:
-        self._uri = uri
+        super().__init__(uri, answer_s=ANSWER_S)
         self._keep_s = (keep_days + 31) * 86_400
-        self._connected: Redis | None = None
 
     async def add(self, batch: Batch) -> None:
         """Add usage; a batch that was added before is ignored."""
@@ -435,11 +343,6 @@ class RedisStore:
         """Remove keys."""
         await self._change(lambda pipeline: pipeline.hdel(f"{_REDIS}keys", *ids))
 
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._connected is not None:
-            await self._connected.aclose()
-
     async def _change(self, work: Callable[[Any], Any]) -> None:
         async def write(redis: "Redis") -> None:
             async with redis.pipeline(transaction=True) as pipeline:
@@ -448,19 +351,6 @@ class RedisStore:
                 await pipeline.execute()
 
         await self._run(write, _REPORT_S)
-
-    async def _run(self, ask: Callable[["Redis"], Any], answer_s: float | None = None) -> Any:
-        from redis.asyncio import Redis
-        from redis.exceptions import RedisError
-
-        try:
-            if self._connected is None:
-                self._connected = Redis.from_url(self._uri)
-            async with asyncio.timeout(ANSWER_S if answer_s is None else answer_s):
-                return await ask(self._connected)
-        except (RedisError, OSError) as error:
-            # The message of an error may hold the address, but never the password.
-            raise StoreError(f"Redis: {type(error).__name__}") from error
 
 
 def _new_version() -> int:

@@ -151,18 +151,25 @@ class Window:
         """Count units as used; a negative number refunds units."""
         self._debt = max(self._debt + num, -self.limit)
 
-    async def take(self, num: int) -> None:
-        """Use units, at most the limit. Raises RateLimitError if there is no room for them."""
+    async def take(self, num: int, *, leaves_half: bool = False) -> None:
+        """Use units, at most the limit. Raises RateLimitError if there is no room for them.
+
+        With `leaves_half`, half of the limit must remain, unless nothing is used at all.
+        """
+        spare = self.limit // 2 if leaves_half else 0
         async with self._lock:
             paid = await self._pay()
             # Refunds are used first.
             due = max(0, num + self._debt)
+            if paid and spare:
+                remaining = (await self.state()).remaining
+                paid = remaining - due >= spare or remaining >= self.limit
             if paid and await self._hit(due):
                 self._debt += num - due
                 return
             state = await self.state()
         wanted = max(0, num + self._debt)
-        wait_s = state.wait_s(min(wanted, self.limit))
+        wait_s = state.wait_s(min(wanted + spare, self.limit))
         wait_s += max(0, wanted - self.limit) * WINDOW_S / self.limit
         used = max(0, self.limit - state.remaining + self._debt)
         raise RateLimitError(
@@ -232,11 +239,14 @@ class KeyRates:
             if limit is not None
         }
 
-    async def admit_request(self) -> Admission:
-        """Count one request. Raises RateLimitError."""
-        return await self._take("requests", 1)
+    async def admit_request(self, *, leaves_half: bool = False) -> Admission:
+        """Count one request. Raises RateLimitError.
 
-    async def admit_tokens(self, num: int) -> Admission:
+        `leaves_half` keeps half of the rate for others: a batch must not use it up.
+        """
+        return await self._take("requests", 1, leaves_half=leaves_half)
+
+    async def admit_tokens(self, num: int, *, leaves_half: bool = False) -> Admission:
         """Count the tokens of a prompt. Raises RateLimitError.
 
         Raises PromptTooLongError for more than the limit, which would be a debt of many minutes.
@@ -247,14 +257,14 @@ class KeyRates:
                 f"The prompts of this request have about {num} tokens; the limit "
                 f"`tokens_per_minute` of this key is {window.limit}. Shorten or split the request."
             )
-        return await self._take("tokens", num)
+        return await self._take("tokens", num, leaves_half=leaves_half)
 
-    async def _take(self, kind: str, num: int) -> Admission:
+    async def _take(self, kind: str, num: int, *, leaves_half: bool) -> Admission:
         window = self._windows.get(kind)
         if window is None:
             return ()
         try:
-            await window.take(num)
+            await window.take(num, leaves_half=leaves_half)
         except STORE_FAILURES:
             return ()
         return ((window, num),)

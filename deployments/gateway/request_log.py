@@ -30,7 +30,8 @@ class RequestRecord:
     final cost is unknown, those reported so far. `prompt_tokens` is the gateway's estimate if the
     request ended before a replica reported them. `retries` counts lost replicas. `replica` is the
     one that finished the answer. `cancelled` is set if the client left or the server shut down
-    before the end. `trace_id` is the id of the request's OpenTelemetry trace.
+    before the end. `trace_id` is the id of the request's OpenTelemetry trace. `batch_id` is the
+    batch of which the request is a line.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class RequestRecord:
     continued: int = 0
     cancelled: bool = False
     trace_id: str | None = None
+    batch_id: str | None = None
 
     @property
     def found_no_replica(self) -> bool:

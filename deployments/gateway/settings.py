@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from deployments.config import ClusterConfig, ConfigError, problems_of
+from deployments.config.batches import BatchesConfig
 from deployments.config.cors import CorsConfig
 from deployments.config.key_store import KeyStoreConfig
 from deployments.config.keys import KeyConfig, check_keys, is_loopback
@@ -73,6 +74,9 @@ class GatewaySettings(BaseModel):
     keys_file: Path | None = None
     # None: usage is not stored, and keys cannot be created at run time.
     key_store: KeyStoreConfig | None = None
+    # Files and batches, in the same database; also without keys.
+    batches: BatchesConfig = BatchesConfig(enabled=False)
+    batch_store: KeyStoreConfig | None = None
     cors: CorsConfig = CorsConfig()
     # Names in `Host` besides loopback ones; None: any.
     allowed_hosts: tuple[str, ...] | None = None
@@ -102,6 +106,7 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
     """Return the gateway's settings for a configuration."""
     # Ray's processes may have another working directory.
     file = None if config.keys_file is None else config.keys_file.expanduser().absolute()
+    database = config.key_store.placed(config.limits.rate_storage, config.port)
     return GatewaySettings(
         models=tuple(ServedModel.of(model) for model in config.models),
         aliases=config.aliases,
@@ -109,9 +114,9 @@ def gateway_settings(config: ClusterConfig) -> GatewaySettings:
         gateways=config.gateways,
         keys=config.keys,
         keys_file=file,
-        key_store=config.key_store.placed(config.limits.rate_storage, config.port)
-        if config.asks_for_keys
-        else None,
+        key_store=database if config.asks_for_keys else None,
+        batches=config.batches,
+        batch_store=database,
         cors=config.cors,
         allowed_hosts=config.allowed_hosts if is_loopback(config.host) else None,
         limits=config.limits,

@@ -247,7 +247,8 @@ REQUESTS = _counter(
         "outcome": "ok; client_error (4xx); server_error (5xx, or an error in the stream); "
         "cancelled: the client disconnected, or the server shut down before the end"
     },
-    "Finished completion requests, including those that the gateway rejected. The model is "
+    "Finished completion requests, including those that the gateway rejected and the lines of "
+    "batches, which count once they are answered. The model is "
     "`unknown` if the request names no served model or was rejected before its model was read.",
 )
 CHARGED_TOKENS = _counter(
@@ -258,7 +259,10 @@ CHARGED_TOKENS = _counter(
 )
 REQUESTS_RUNNING = _gauge("apar_requests_running", "requests", _MODEL, "Requests at replicas.")
 REQUESTS_QUEUED = _gauge(
-    "apar_requests_queued", "requests", _MODEL, "Requests in the gateway's queue."
+    "apar_requests_queued",
+    "requests",
+    _MODEL,
+    "Requests in the gateway's queue, without lines of batches.",
 )
 REQUESTS_REJECTED = _counter(
     "apar_requests_rejected_total",
@@ -273,6 +277,31 @@ REQUESTS_REJECTED = _counter(
     }
     | _KEY_CLASS,
     "Requests of any kind that the gateway rejected before they reached a replica.",
+)
+BATCHES_OPEN = _gauge(
+    "apar_batches_open",
+    "batches",
+    {"state": "validating; in_progress; finalizing; cancelling"},
+    "Batches of the Batch API that have not ended, of all gateways and keys.",
+    same_everywhere=True,
+)
+BATCHES_ENDED = _counter(
+    "apar_batches_ended_total",
+    "batches",
+    {"outcome": "completed; failed: its input is invalid; expired; cancelled"},
+    "Batches that have ended.",
+)
+BATCH_LINES = _counter(
+    "apar_batch_lines_total",
+    "lines",
+    _KEY_CLASS | {"outcome": "completed; failed: in the error file"},
+    "Lines of batches whose result is stored.",
+)
+BATCH_LINES_QUEUED = _gauge(
+    "apar_batch_lines_queued",
+    "lines",
+    _MODEL,
+    "Lines of batches in the gateway's queue, behind all other requests.",
 )
 TIME_TO_FIRST_TOKEN = _histogram(
     "apar_time_to_first_token_seconds",
@@ -293,14 +322,14 @@ REQUEST_LATENCY = _histogram(
     "seconds",
     _MODEL,
     _LATENCY_S,
-    "Time from a successful request's arrival to the end of its answer.",
+    "Time from a successful request's arrival to the end of its answer, without lines of batches.",
 )
 QUEUE_TIME = _histogram(
     "apar_queue_time_seconds",
     "seconds",
     _MODEL,
     _LATENCY_S,
-    "Time that requests wait in the gateway's queue.",
+    "Time that requests wait in the gateway's queue, without lines of batches.",
 )
 RETRIES = _counter(
     "apar_retries_total",

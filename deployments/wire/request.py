@@ -66,9 +66,9 @@ class RequestTerms:
     deadlines: Deadlines | None = None
 
     def key_terms(self) -> KeyTerms | None:
-        """Return the terms for the engine, None for a caller without a key and a deadline."""
+        """Return the terms for the engine, None if there are none."""
         deadline_at_s = None if self.deadlines is None else self.deadlines.answer_at_s
-        if self.key is None and deadline_at_s is None:
+        if self.key is None and deadline_at_s is None and not self.priority:
             return None
         return KeyTerms(self.key, self.key_max_threads, self.priority, deadline_at_s)
 

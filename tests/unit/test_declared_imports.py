@@ -39,10 +39,15 @@ EXTRAS_OF = {
     "cluster/lab": ("lab", "serve"),
     "cluster/loadtest": ("loadtest",),
     "deployments": ("serve",),
+    "deployments/gateway/batches/store.py": ("redis", "serve"),
+    "deployments/gateway/databases.py": ("redis", "serve"),
     "deployments/gateway/key_store.py": ("redis", "serve"),
 }
 # Declared, but not imported by name: opened by another library.
-NOT_IMPORTED = {"tensorboard": "transformers' Trainer"}
+NOT_IMPORTED = {
+    "python-multipart": "Starlette's parser of uploads",
+    "tensorboard": "transformers' Trainer",
+}
 # What vLLM brings; the plugin's base dependencies leave them out.
 OF_VLLM = {"huggingface-hub", "numba", "safetensors", "torch", "transformers", "triton", "vllm"}
 

@@ -12,8 +12,10 @@ import httpx
 import openai
 import pytest
 
+from cluster.local_ray import free_port
 from tests.fakes.quick_start import program
 from tests.fakes.tagged_streams import TaggedReader
+from tests.fakes.waiting import wait_until
 from tests.integration.serving.apar_process import (
     ENGINE,
     REQUEST_S,
@@ -335,6 +337,48 @@ def test_a_snippet_of_the_clients_page_prints_an_answer(server: Server, first_li
 
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 5
+
+
+def test_a_client_reads_and_continues_responses_stored_by_agentic_api(
+    server: Server, tmp_path: Path
+) -> None:
+    python = os.environ.get(CLIENTS_PYTHON)
+    if python is None:
+        pytest.skip("run it by .ci/test-clients, which installs the clients")
+    port = free_port()
+    command = ["serve", "--vllm-base-url", server.url, "--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | {
+        "OPENAI_API_KEY": TOKEN,
+        "DATABASE_URL": f"sqlite://{tmp_path}/responses.db",
+    }
+    process = subprocess.Popen([python, "-m", "agentic_api", *command], env=environment)
+    try:
+        wait_until(lambda: _answers(f"http://127.0.0.1:{port}/health"))
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=0)
+        first = client.responses.create(model=MODEL, input=PROMPT, temperature=0)
+        second = client.responses.create(
+            model=MODEL, input="And 3 more.", previous_response_id=first.id, temperature=0
+        )
+        kept = client.responses.retrieve(first.id)
+        with client.responses.stream(model=MODEL, input=PROMPT, temperature=0) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    finally:
+        process.terminate()
+        process.wait()
+
+    text = chat(server)["choices"][0]["message"]["content"]
+    assert first.output_text == kept.output_text == "".join(deltas) == text
+    assert first.usage is not None
+    assert second.usage is not None
+    turn = first.usage.input_tokens + first.usage.output_tokens
+    assert second.usage.input_tokens > turn - 20, "the first question and its answer are in it"
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_other_clients_work_unmodified(server: Server) -> None:

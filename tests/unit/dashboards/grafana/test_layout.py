@@ -69,6 +69,7 @@ COUNTED = {
     "joins": "joins/s",
     "fork": "forks/s",
     "decisions": "decisions/s",
+    "batch_lines": "lines/s",
     "requests": units.RequestsPerSecond,
     "busy_seconds": units.PercentUnit,
 }

@@ -92,6 +92,7 @@ async def test_a_request_is_one_line_at_its_end(
         "continued": 0,
         "cancelled": False,
         "trace_id": None,
+        "batch_id": None,
     }
 
 

@@ -93,7 +93,9 @@ def test_vllms_own_description_is_not_modified() -> None:
 def test_every_route_of_the_gateway_is_described() -> None:
     own = {f"{ONE_MODEL}{{model}}", HEALTH_PATH, f"{HEALTH_PATH}/{{model}}", READY_PATH, LIVE_PATH}
     admin = {"/admin/keys", "/admin/keys/{name}", "/admin/usage"}
-    assert {*OFFERED, OPENAPI_PATH} == {*ROUTES_SERVED, *own, *admin}
+    files = {"/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"}
+    batches = {"/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"}
+    assert {*OFFERED, OPENAPI_PATH} == {*ROUTES_SERVED, *own, *admin, *files, *batches}
     described = describe(DOCUMENT, OFFERED)["paths"]
     for path, route in ROUTES_SERVED.items():
         assert path == OPENAPI_PATH or set(described[path]) == {route.method.lower()}
