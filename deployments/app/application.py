@@ -83,7 +83,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
         if model.preset.is_small or not has_compiler():
             arguments["enforce_eager"] = True
     arguments |= model.preset.engine | model.engine
-    settings = model.forks.model_dump(exclude_none=True)
+    # The replica exports them itself.
+    settings = model.forks.model_dump(exclude_none=True) | {"metrics": False}
     if model.coalesce_s > 0:
         settings["output_interval_s"] = model.coalesce_s
     if model.adapters:
@@ -106,8 +107,7 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             settings["family"] = limits
     if on_gpu and (size := largest_graph(arguments)) is not None:
         arguments["max_cudagraph_capture_size"] = size
-    if settings:
-        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": settings}
+    arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": settings}
     if model.replay:
         arguments["logits_processors"] = [*arguments.get("logits_processors", ()), REPLAY]
     return arguments

@@ -401,11 +401,11 @@ SIGNATURES = (
 
 
 ATTRIBUTES = (
-    Attributes(prometheus_client.Counter, "_value", "deployments/metrics/counting.py counts in it"),
+    Attributes(prometheus_client.Counter, "_value", "apar_core/metrics/counting.py counts in it"),
     Attributes(
         prometheus_client.Histogram,
         "_sum _buckets _upper_bounds",
-        "deployments/metrics/counting.py counts in them",
+        "apar_core/metrics/counting.py counts in them",
     ),
     Attributes(
         Scheduler,
@@ -632,13 +632,13 @@ PASSAGES = (
     Passage(
         prometheus_client.Counter.inc,
         r"if amount < 0: raise ValueError\(.* self\._value\.inc\(amount\) if exemplar:",
-        "deployments/metrics/counting.py does the same, without exemplars",
+        "apar_core/metrics/counting.py does the same, without exemplars",
     ),
     Passage(
         prometheus_client.Histogram.observe,
         r"self\._sum\.inc\(amount\) for i, bound in enumerate\(self\._upper_bounds\): "
         r"if amount <= bound: self\._buckets\[i\]\.inc\(1\) if exemplar:",
-        "deployments/metrics/counting.py does the same, without exemplars",
+        "apar_core/metrics/counting.py does the same, without exemplars",
     ),
     Passage(
         prometheus_client.Counter.labels,

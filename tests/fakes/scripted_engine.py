@@ -426,7 +426,7 @@ def _build_scheduler(shape: EngineShape, model_dir: Path) -> ForkMixin:
         model_config=model_config,
         scheduler_config=scheduler_config,
         cache_config=cache_config,
-        additional_config={CONFIG_KEY: dict(shape.forks)},
+        additional_config={CONFIG_KEY: {"metrics": False} | dict(shape.forks)},
     )
     vllm_config.cache_config.block_size = shape.block_size
     vllm_config.cache_config.num_gpu_blocks = shape.num_blocks

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from deployments.replica.answering import SCOPE_KEY
+from deployments.replica.apar_extension import SCOPE_KEY
 from deployments.replica.apar_extension import AparExtension
 from deployments.wire.request import RequestTerms, write_terms
 
