@@ -34,14 +34,20 @@ class StateReports:
         self._engine = engine
         self._clock = clock
         self._due_s = 0.0
-        self._said_idle = True
+        # Of the last report.
+        self._was_idle = True
+        self._num_steps = 0
 
     def attach(self, outputs: dict[int, EngineCoreOutputs], scheduler: Any) -> None:
         """Add the scheduler's state to the outputs of a step, if it is due."""
         now_s, is_idle = self._clock(), not scheduler.requests
-        if (is_idle and self._said_idle) or (not is_idle and now_s < self._due_s):
+        num_steps = scheduler.step_clock.num_steps
+        if is_idle:
+            if self._was_idle and num_steps == self._num_steps:
+                return
+        elif now_s < self._due_s:
             return
-        self._due_s, self._said_idle = now_s + REPORT_S, is_idle
+        self._due_s, self._was_idle, self._num_steps = now_s + REPORT_S, is_idle, num_steps
         counts = None if self.family_counts is None else self.family_counts()
         state = replace(core_state(scheduler, counts), step_costs=None)
         report = {"engine": self._engine, "state": asdict(state)}

@@ -20,11 +20,10 @@ from starlette.types import ASGIApp, Message
 from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import KeyTerms
-from deployments.replica.apar_extension import SCOPE_KEY
 from deployments.replica.engine_trace import EngineTrace, start_engine_trace
 from deployments.tracing.tracing import Tracing
 from deployments.wire.errors import DeadlineError, response_for
-from deployments.wire.request import RelayedRequest, RequestTerms
+from deployments.wire.request import SCOPE_KEY, RelayedRequest, RequestTerms
 from deployments.wire.response import (
     Headers,
     Piece,

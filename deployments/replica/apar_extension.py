@@ -31,6 +31,7 @@ from deployments.wire.request import (
     MAX_DEADLINE_MS,
     MAX_EXPECTED_TOKENS,
     PARENT_ID_PATTERN,
+    SCOPE_KEY,
     RequestTerms,
     write_terms,
 )
@@ -39,8 +40,6 @@ from deployments.wire.routes import OPENAI_SHAPE, ROUTES, ResponseForm, Route
 if TYPE_CHECKING:
     from deployments.replica.answering import FollowedRequest
 
-SCOPE_KEY = "apar"
-"""Key of the ASGI scope that holds the `FollowedRequest`."""
 MAX_REPLAY_TOKENS = 2**17
 MAX_REPLAY_THREADS = 2**12
 _INTERNAL_PREFIX = "apar"

@@ -167,7 +167,7 @@ def test_a_tagged_stream_names_every_thread(url: str) -> None:
     (num_threads,) = (
         chunk["apar"]["threads"] for chunk in chunks if "threads" in chunk.get("apar", {})
     )
-    assert len({update["thread"] for update in updates}) == num_threads > 2
+    assert len({update["id"] for update in updates}) == num_threads > 2
 
 
 @pytest.mark.parametrize(

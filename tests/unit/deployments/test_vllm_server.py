@@ -54,7 +54,10 @@ class Server:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body", "body": b"{}"})
             return
-        body = (await receive())["body"]
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
         self.bodies.append(body)
         given = [value.decode() for name, value in scope["headers"] if name == b"x-request-id"]
         self.ids += given

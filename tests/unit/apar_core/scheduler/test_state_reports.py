@@ -69,6 +69,18 @@ def test_a_short_answer_is_reported_at_its_start_and_at_its_end(model_dir: Path)
     assert [state.requests for _, state in engine.states] == [1, 0, 0]
 
 
+def test_an_answer_of_one_step_is_reported(model_dir: Path) -> None:
+    engine = reporting(model_dir, step_s=0.001)
+    for name in ("a", "b"):
+        engine.add(name, PROMPT, {"": [10, END]}, max_tokens=1)
+        engine.run()
+
+    assert [(state.requests, state.generated_tokens) for _, state in engine.states] == [
+        (0, 1),
+        (0, 2),
+    ]
+
+
 def test_an_aborted_request_does_not_stay_in_the_numbers(model_dir: Path) -> None:
     engine = reporting(model_dir, step_s=0.001)
     engine.add("a", PROMPT, SCRIPT)

@@ -19,8 +19,7 @@ from apar_core.journal import ThreadDelta
 from apar_core.scheduler.core_state import CoreState
 from deployments.replica import answering
 from deployments.replica.answering import Answering
-from deployments.replica.apar_extension import SCOPE_KEY
-from deployments.wire.request import Deadlines, RelayedRequest, RequestTerms
+from deployments.wire.request import SCOPE_KEY, Deadlines, RelayedRequest, RequestTerms
 from deployments.wire.response import Piece, ResponseBroken, ResponseEnd, ResponseStart
 from tests.fakes.core_states import a_core_state
 

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from deployments.replica.apar_extension import SCOPE_KEY, AparExtension
-from deployments.wire.request import RequestTerms, write_terms
+from deployments.replica.apar_extension import AparExtension
+from deployments.wire.request import SCOPE_KEY, RequestTerms, write_terms
 
 TERMS = RequestTerms(key="alice", priority=2, key_max_threads=7, cache_salt="s")
 
