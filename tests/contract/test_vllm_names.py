@@ -36,6 +36,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -556,6 +557,22 @@ NEW_FIELDS = {"error": "0.33"}
 
 
 PASSAGES = (
+    Passage(
+        AsyncLLM.__init__,
+        r"self\.input_processor = InputProcessor\(self\.vllm_config, .*"
+        r"self\.output_processor = OutputProcessor\( renderer\.tokenizer, log_stats=",
+        "the input processor says whose metrics the output processor behind it exports",
+    ),
+    Passage(
+        init_app_state,
+        r"state\.engine_client = engine_client",
+        "the middleware of vLLM's own server finds its engine there",
+    ),
+    Passage(
+        init_entrypoints_middleware,
+        r"for middleware in args\.middleware: .*app\.add_middleware\(imported\)",
+        "vLLM's own server takes our middleware by its name, in front of its check of API keys",
+    ),
     Passage(
         VllmConfig._get_v2_model_runner_unsupported_features,
         r'in \( ?"suffix", .*"custom_class",? ?\): unsupported',
