@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -117,6 +118,8 @@ def test_names_are_those_of_a_replica() -> None:
     assert ours <= known
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
     for name in ("first", "second"):
         subprocess.run(
