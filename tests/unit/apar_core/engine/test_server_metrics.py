@@ -59,8 +59,8 @@ def a_config(model: str, *, engines: int = 1) -> Any:
     )
 
 
-def value(name: str, registry: CollectorRegistry = REGISTRY, **labels: str) -> float | None:
-    return registry.get_sample_value(name, labels)
+def value(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, labels)
 
 
 def test_every_series_exists_before_the_first_request() -> None:
@@ -127,12 +127,14 @@ def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
             env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
             check=True,
         )
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, str(tmp_path))
+    registry: Any = CollectorRegistry()
+    collector: Any = MultiProcessCollector
+    collector(registry, str(tmp_path))
+    merged = registry.get_sample_value
 
     for engine, accepted in (("0", 3), ("1", 4)):
         of = {"model": "m", "engine": engine}
-        assert value("apar_forks_total", registry, **of, outcome="accepted") == accepted
-        assert value("apar_engine_requests", registry, **of, state="running") == 2
-    assert value("apar_request_threads_count", registry, model="m") == 2
-    assert value("apar_critical_path_steps_total", registry, model="m") == 80
+        assert merged("apar_forks_total", of | {"outcome": "accepted"}) == accepted
+        assert merged("apar_engine_requests", of | {"state": "running"}) == 2
+    assert merged("apar_request_threads_count", {"model": "m"}) == 2
+    assert merged("apar_critical_path_steps_total", {"model": "m"}) == 80
