@@ -24,10 +24,10 @@ import psutil
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
+from apar_core.metrics.recorder import Recorder
 from apar_core.scheduler.core_state import CoreState
 from deployments.metrics import catalogue, node
 from deployments.metrics.node import NodePage, open_process, write_changes
-from deployments.metrics.recorder import Recorder
 from deployments.wire.request import RelayedRequest
 from deployments.wire.response import Piece, ResponseEnd, ResponseStart
 from deployments.wire.start import StartReport

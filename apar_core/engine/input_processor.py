@@ -26,6 +26,7 @@ from apar_core.engine.replay import (
     replay_text,
 )
 from apar_core.engine.request_follower import find_client
+from apar_core.engine.server_metrics import announce
 from apar_core.errors import RequestError
 from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, NO_TOKEN, ForkParameters, KeyTerms
 from apar_core.formats.control_tokens import (
@@ -93,6 +94,8 @@ class ForkInputProcessor(InputProcessor):
         self.key_terms: dict[str, KeyTerms | None] = {}
         self._is_forking = forks(vllm_config)
         self._explains = False
+        exports = self._is_forking and fork_settings(vllm_config).metrics
+        announce(vllm_config if exports else None)
         tokenizer: Any = self.tokenizer
         # None for an ordinary model, and for an engine that does not fork.
         self.format: ResolvedFormat | None = _format(vllm_config, tokenizer)
@@ -148,6 +151,7 @@ class ForkInputProcessor(InputProcessor):
             replacement_ids=self.format.replacement_ids,
             call_ids=() if waits else self._call_ids(tokenizer.get_vocab()),
         )
+        logger.info("%s", _start_line(self.format, self._settings))
 
     @property
     def control_tokens(self) -> ControlTokens | None:
@@ -399,6 +403,24 @@ def _format(vllm_config: VllmConfig, tokenizer: Any) -> ResolvedFormat | None:
         )
         return None
     return resolve(found.definition, tokenizer)
+
+
+def _start_line(marked: ResolvedFormat, settings: ForkSettings) -> str:
+    """Return what an engine's log says about its forks when it starts."""
+    tokens = ", ".join(f"{text!r} is {token_id}" for token_id, text in sorted(marked.texts.items()))
+    limits = [
+        f"{settings.max_threads} threads and {settings.max_forks} forks a request",
+        f"{settings.max_replica_threads} threads in all" if settings.max_replica_threads else None,
+        f"{settings.max_requests} requests" if settings.max_requests else None,
+    ]
+    policy = f"policy {settings.policy}"
+    if settings.policy == "adaptive":
+        policy += f" ({settings.token_time_ms:g} ms a token)"
+    wants = "unless they say otherwise" if settings.enabled else "if they ask for it"
+    return (
+        f"forks: format {marked.definition.name}; control tokens: {tokens or 'none'}; at most "
+        f"{', '.join(filter(None, limits))}; {policy}; requests fork {wants}"
+    )
 
 
 def _reason(error: BaseException) -> str:

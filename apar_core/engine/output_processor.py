@@ -14,6 +14,7 @@ from apar_core.engine.list_threads import ListThreads
 from apar_core.engine.paced_outputs import pace
 from apar_core.engine.request_follower import RequestFollower, beam_search_of, find_client
 from apar_core.engine.resume_request import outputs_so_far
+from apar_core.engine.server_metrics import ServerMetrics, announced
 from apar_core.engine.thread_outputs import (
     RequestRecords,
     RequestThreads,
@@ -29,6 +30,7 @@ from apar_core.formats.rules import block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.constraints import constraint_error, failed_constraint
 from apar_core.scheduler.held_outputs import interval_under_load
+from apar_core.scheduler.state_reports import take_state
 from apar_core.scheduler.thread_requests import forget_journal
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.restore import Edge, Separator
@@ -71,6 +73,10 @@ class ForkOutputProcessor(OutputProcessor):
         # number of steps after the last message. 0 for a single thread: one step per token.
         self._num_steps: dict[str, int] = {}
         self.stream_pause_s = 0.0
+        exporting = announced()
+        self._metrics: ServerMetrics | None = None
+        if exporting is not None and self.log_stats:
+            self._metrics = ServerMetrics(exporting)
 
     def follow(self, request_id: str, follower: RequestFollower) -> None:
         """Report a client's request to a follower, by its external id, until `unfollow`."""
@@ -177,6 +183,9 @@ class ForkOutputProcessor(OutputProcessor):
         self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """Join the outputs of threads into those of their requests, and process these."""
+        reported = take_state(engine_core_outputs)
+        if reported is not None and self._metrics is not None:
+            self._metrics.take_state(*reported)
         for output in engine_core_outputs:
             if output.finish_reason == FinishReason.ERROR:
                 self._explain(output)
@@ -360,6 +369,8 @@ class ForkOutputProcessor(OutputProcessor):
         if threads is None:
             return
         statistics = self.records.add(req_state.external_req_id, threads, req_state.prompt_len)
+        if self._metrics is not None:
+            self._metrics.finished(statistics, req_state.prompt_len)
         if threads.follower is not None:
             threads.follower.end(statistics)
 

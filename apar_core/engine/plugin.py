@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from apar_core.engine.start_stages import watch_stages
 from apar_core.errors import EngineError
+from apar_core.vllm_log import log_as_vllm
 from apar_core.vllm_names import SUPPORTED, is_supported, patch_processors, vllm_version
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def complete(vllm_config: VllmConfig) -> VllmConfig:
         load_prompt_rows(vllm_config)
     if not forks(vllm_config):
         return vllm_config
+    log_as_vllm()
     install_processors()
     choose_sampler()
     processors = list(vllm_config.model_config.logits_processors or [])

@@ -36,12 +36,14 @@ class CoreState:
 
     requests: requests of the engine with a live thread; a client's request with several choices or
         prompts counts as several.
+    running_requests, waiting_requests: requests that have begun, and those of which nothing has
+        been computed, among them those that `max_requests` holds back.
     threads: running, resting and waiting threads. deferred_threads: children that have not started.
     resting_threads: threads that took no part in the last step, to keep to a time per token.
     waiting_parents: threads that wait until their children have ended.
     kv_blocks, free_blocks: blocks of the KV cache, and blocks that no thread holds.
     step_s: mean time of the last steps.
-    generated_tokens: tokens sampled.
+    generated_tokens: tokens sampled. child_tokens: those of children that have ended.
     step_costs: what the adaptive fork policy has learned.
     thread_weight: what a thread beside others of its request costs over a request's first thread;
         less than 1 where layers read families.
@@ -57,8 +59,11 @@ class CoreState:
     deferred_threads: int = 0
     resting_threads: int = 0
     waiting_parents: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
     deferred_by_reason: Mapping[str, int] = field(default_factory=dict)
     generated_tokens: int = 0
+    child_tokens: int = 0
     fork_counters: ForkCounters = field(default_factory=ForkCounters)
     join_counters: JoinCounters = field(default_factory=JoinCounters)
     admission_counters: AdmissionCounters = field(default_factory=AdmissionCounters)
@@ -97,21 +102,31 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
     }
     # vLLM's own schedulers have no threads.
     if not isinstance(getattr(scheduler, "threads", None), ThreadTable):
-        return CoreState(requests=len(scheduler.requests), **counts)
+        return CoreState(
+            requests=len(scheduler.requests),
+            running_requests=num_running,
+            waiting_requests=num_waiting,
+            **counts,
+        )
     groups = scheduler.threads.groups
     admission, sharing, clock = scheduler.admission, scheduler.block_sharing, scheduler.step_clock
     # A thread may have ended or been preempted since.
     resting = scheduler.step_plan.resting
     num_resting = sum(request.request_id in resting for request in scheduler.running)
     counts["running_threads"] -= num_resting
+    requests = len(groups) + len(scheduler.requests) - sum(len(group.live) for group in groups)
+    num_unbegun = scheduler.num_unbegun_requests
     return CoreState(
-        requests=len(groups) + len(scheduler.requests) - sum(len(group.live) for group in groups),
+        requests=requests,
+        running_requests=requests - num_unbegun,
+        waiting_requests=num_unbegun,
         **counts,
         deferred_threads=sum(len(group.deferred) for group in groups),
         resting_threads=num_resting,
         waiting_parents=sum(group.num_waiting for group in groups),
         deferred_by_reason=admission.waiting_by_reason(groups),
         generated_tokens=scheduler.num_generated_tokens,
+        child_tokens=scheduler.num_child_tokens,
         fork_counters=replace(sharing.counters),
         join_counters=replace(sharing.join_counters),
         admission_counters=replace(admission.counters, delayed=dict(admission.counters.delayed)),
@@ -154,7 +169,14 @@ def install_core_state() -> None:
     Workers are asked before the first request, as an engine without a replica has no reports.
     """
     add_utility(CORE_STATE_CALL, _state_of_core)
-    call_before_requests(ask_workers)
+    call_before_requests(_ask_workers)
+
+
+def _ask_workers(engine_core: Any) -> None:
+    ask_workers(engine_core)
+    if (reports := getattr(engine_core.scheduler, "reports", None)) is not None:
+        worker = worker_in_this_process(engine_core)
+        reports.family_counts = getattr(worker, "family_counts", None)
 
 
 def _state_of_core(engine_core: Any) -> dict[str, Any]:

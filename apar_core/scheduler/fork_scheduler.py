@@ -44,6 +44,7 @@ from apar_core.scheduler.lists import Lists
 from apar_core.scheduler.pacing import Pacing, StepPlan, first_thread
 from apar_core.scheduler.request_gate import GatedQueue
 from apar_core.scheduler.row_limits import RowWarnings
+from apar_core.scheduler.state_reports import StateReports
 from apar_core.scheduler.step_time import StepClock
 from apar_core.scheduler.thread_requests import (
     build_child_request,
@@ -55,6 +56,7 @@ from apar_core.scheduler.thread_requests import (
 from apar_core.scheduler.thread_table import JoiningGroup, ListGroup, ThreadGroup, ThreadTable
 from apar_core.step_costs.costs import StepBatch
 from apar_core.step_costs.files import read_costs
+from apar_core.vllm_log import log_as_vllm
 from apar_core.vllm_names import (
     AsyncScheduler,
     EngineCoreOutput,
@@ -86,6 +88,7 @@ class ForkMixin(Scheduler):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         check_engine(vllm_config)
+        log_as_vllm()
         # Order by arrival: children before newer requests, the youngest request preempted first.
         vllm_config.scheduler_config.policy = "priority"
         super().__init__(vllm_config, *args, **kwargs)
@@ -127,6 +130,7 @@ class ForkMixin(Scheduler):
             self.max_num_running_reqs, graph_tokens // (1 + self.num_spec_tokens)
         )
         self.num_generated_tokens = 0
+        self.num_child_tokens = 0
         # Bound once, as it is called for every row of every step.
         self._take_as_vllm = super()._update_request_with_output
         self._exhausted: list[ThreadGroup[Request]] = []
@@ -138,6 +142,9 @@ class ForkMixin(Scheduler):
         self._statistics_parts: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self._statistics_due_s = 0.0
         self._unsent_drafts: SpecDecodingStats | None = None
+        self.reports: StateReports | None = None
+        if self.log_stats and settings.metrics:
+            self.reports = StateReports(vllm_config.parallel_config.data_parallel_index)
         self.joins = Joins(self, lambda: cached_tokenizer_from_config(vllm_config.model_config))
         self.lists = Lists(self)
 
@@ -353,6 +360,8 @@ class ForkMixin(Scheduler):
         if self.held.enabled:
             self.held.pass_on(outputs)
             self._attach_statistics(outputs)
+        if self.reports is not None:
+            self.reports.attach(outputs, self)
         return outputs
 
     def make_stats(
@@ -634,6 +643,18 @@ class ForkMixin(Scheduler):
         for request in begun:
             self.kv_holding_waiting.add_request(request)
 
+    @property
+    def num_unbegun_requests(self) -> int:
+        """Requests of which nothing has been computed."""
+        queues = (self.waiting, self.kv_holding_waiting)
+        return sum(
+            request.num_preemptions == 0
+            and request.num_output_tokens == 0
+            and not self._has_begun(request)
+            for queue in queues
+            for request in queue
+        )
+
     def _has_begun(self, request: Request) -> bool:
         group = self.threads.group(request.request_id)
         if group is None:
@@ -696,8 +717,11 @@ class ForkMixin(Scheduler):
             pauses = joins.pauses(group, request)
             if not pauses:
                 joins.ended(group, request)
-        if group is not None and group.continues_without(request.request_id):
-            self.block_sharing.count_released_early(request.request_id)
+        if group is not None:
+            if group.continues_without(request.request_id):
+                self.block_sharing.count_released_early(request.request_id)
+            if request.request_id != group.root_id:
+                self.num_child_tokens += request.num_output_tokens
         freed = super()._free_request(request, delay_free_blocks)
         self.admission.queue.thread_ended(request.request_id)
         if pauses:

@@ -90,6 +90,11 @@ class ForkSettings(BaseModel):
         description="Interval at which the engine core sends a request's tokens to the API process "
         "(seconds); up to four times as long with many requests. 0: after each step, as in vLLM.",
     )
+    metrics: bool = Field(
+        True,
+        description="Export `apar_*` metrics on the `/metrics` of vLLM's own server, unless its "
+        "statistics are off.",
+    )
     parallel_format: FormatSetting | None = Field(
         None,
         description="How the checkpoint marks parallel text: the name of a format, or a "

@@ -47,8 +47,16 @@ def _panels() -> list[AnyPanel]:
             limits=CACHE_LIMITS,
         ),
         lines(
-            Text("Requests", "Requests in the replica.", REQUESTS, 4, HEIGHT),
-            Query(level(of.REPLICA_REQUESTS), "requests"),
+            Text(
+                "Requests",
+                "Requests in the replica, and those that its engine has begun; every choice of `n` "
+                "counts in the engine.",
+                REQUESTS,
+                4,
+                HEIGHT,
+            ),
+            Query(level(of.REPLICA_REQUESTS), "in the replica"),
+            Query(level(of.ENGINE_REQUESTS, "state"), "engine: {{state}}"),
         ),
         lines(
             Text("Threads by state", "Threads of the engine.", THREADS, 6, HEIGHT),
@@ -63,8 +71,15 @@ def _panels() -> list[AnyPanel]:
             colours=FORK_COLOURS,
         ),
         lines(
-            Text("Generated tokens", "Tokens per second of all threads.", TOKENS_PER_S, 5, HEIGHT),
-            Query(rate(of.GENERATED_TOKENS), "tokens"),
+            Text(
+                "Generated tokens",
+                "Tokens per second of all threads, and of children, counted when they end.",
+                TOKENS_PER_S,
+                5,
+                HEIGHT,
+            ),
+            Query(rate(of.GENERATED_TOKENS), "all threads"),
+            Query(rate(of.CHILD_TOKENS), "children"),
         ),
         lines(
             Text("KV cache over time", "Share of KV blocks held by threads.", SHARE, 5, HEIGHT),

@@ -84,6 +84,8 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             arguments["enforce_eager"] = True
     arguments |= model.preset.engine | model.engine
     settings = model.forks.model_dump(exclude_none=True, exclude={"tool_call_starts"})
+    # The replica exports them itself.
+    settings["metrics"] = False
     if model.tool_call_starts:
         settings["tool_call_starts"] = model.tool_call_starts
     if model.coalesce_s > 0:
@@ -108,8 +110,7 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
             settings["family"] = limits
     if on_gpu and (size := largest_graph(arguments)) is not None:
         arguments["max_cudagraph_capture_size"] = size
-    if settings:
-        arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": settings}
+    arguments["additional_config"] = arguments.get("additional_config", {}) | {"apar": settings}
     if model.replay:
         arguments["logits_processors"] = [*arguments.get("logits_processors", ()), REPLAY]
     return arguments

@@ -27,8 +27,8 @@ from deployments.gateway.host_check import HostCheck
 from deployments.gateway.settings import GatewaySettings, in_place_settings
 from deployments.logs import ProcessLogs
 from deployments.metrics.catalogue import LOG_LINES_DROPPED
+from deployments.metrics.flush_timer import FlushTimer
 from deployments.metrics.node import ProcessMetrics
-from deployments.metrics.recorder import FlushTimer
 from deployments.relay.direct_calls import DirectCalls
 from deployments.relay.relay import send_error, send_whole
 from deployments.relay.replica_calls import HandleCalls

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from http import HTTPStatus
 
+from apar_core.metrics.recorder import Recorder
 from deployments.config.keys import ANONYMOUS
 from deployments.gateway.callers import Caller
 from deployments.gateway.models import Model
 from deployments.gateway.request_log import RequestRecord
 from deployments.metrics import catalogue
-from deployments.metrics.recorder import Recorder
 from deployments.routing.policies import Reason
 from deployments.routing.shared_router import ROUTERS
 from deployments.wire.errors import (

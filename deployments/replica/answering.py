@@ -21,10 +21,9 @@ from apar_core.engine.request_follower import RequestFollower
 from apar_core.errors import EngineError
 from apar_core.fork_parameters import KeyTerms
 from deployments.replica.engine_trace import EngineTrace, start_engine_trace
-from deployments.replica.replica_metrics import ReplicaMetrics
 from deployments.tracing.tracing import Tracing
 from deployments.wire.errors import DeadlineError, response_for
-from deployments.wire.request import RelayedRequest, RequestTerms
+from deployments.wire.request import SCOPE_KEY, RelayedRequest, RequestTerms
 from deployments.wire.response import (
     Headers,
     Piece,
@@ -37,11 +36,10 @@ from deployments.wire.response import (
 
 if TYPE_CHECKING:
     from apar_core.scheduler.core_state import CoreState
+    from deployments.replica.replica_metrics import ReplicaMetrics
 
 logger = logging.getLogger(__name__)
 
-SCOPE_KEY = "apar"
-"""Key of the ASGI scope that holds the `FollowedRequest`."""
 # After a disconnect the application cleans up by itself; this bounds the wait if it hangs.
 DISCONNECT_GRACE_S = 10.0
 # Longest wait for the engine. A step on a CPU may take seconds; Ray Serve's own limit is 30 s.

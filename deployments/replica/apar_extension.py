@@ -10,13 +10,15 @@ Anthropic's messages has it in `message_delta`, beside `usage`. What threads wro
 deltas and with that last event.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,16 +26,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from apar_core.engine.replay import PARAM, REPLAY_REQUEST_ARG
 from apar_core.engine.thread_tags import StreamTags
 from apar_core.errors import RequestError
-from deployments.replica.answering import SCOPE_KEY, FollowedRequest
 from deployments.wire.errors import ERROR_EVENTS, JSON_TYPE, named_event, response_for
 from deployments.wire.request import (
     MAX_DEADLINE_MS,
     MAX_EXPECTED_TOKENS,
     PARENT_ID_PATTERN,
+    SCOPE_KEY,
     RequestTerms,
     write_terms,
 )
 from deployments.wire.routes import OPENAI_SHAPE, ROUTES, ResponseForm, Route
+
+if TYPE_CHECKING:
+    from deployments.replica.answering import FollowedRequest
 
 MAX_REPLAY_TOKENS = 2**17
 MAX_REPLAY_THREADS = 2**12
@@ -308,15 +313,26 @@ def translate(
                 )
     if body.get("apar") is None:
         return False
+    uncounted = control_token_ids if uncounted_token_ids is None else uncounted_token_ids
+    move_options(body, parse_options(body.pop("apar")), control_token_ids, uncounted, route)
+    return True
+
+
+def move_options(
+    body: dict[str, Any],
+    options: AparOptions,
+    control_token_ids: frozenset[int],
+    uncounted_token_ids: frozenset[int],
+    route: Route,
+) -> None:
+    """Write the options of a request to its `vllm_xargs`; ids are as in `translate`."""
+    extra = body.get("vllm_xargs")
     if extra is not None and not isinstance(extra, dict):
         raise RequestError("`vllm_xargs` must be an object", param="vllm_xargs")
-    options = parse_options(body.pop("apar"))
     check_stream(body, options)
     if options.replay is not None:
-        uncounted = control_token_ids if uncounted_token_ids is None else uncounted_token_ids
-        fit_replay(body, options.replay, control_token_ids, uncounted, route.shape.limits)
+        fit_replay(body, options.replay, control_token_ids, uncounted_token_ids, route.shape.limits)
     body["vllm_xargs"] = {**(extra or {}), **options.engine_args()}
-    return True
 
 
 class AparExtension:
@@ -365,7 +381,7 @@ class AparExtension:
             if tags is not None:
                 followed.follower.tags = tags
             followed.begin(engine_id)
-        writer = _WRITERS[route.form](engine_id, self._take_statistics, tags, send)
+        writer = WRITERS[route.form](engine_id, self._take_statistics, tags, send)
         updates = asyncio.create_task(writer.send_updates()) if tagged else None
         try:
             await self._app(
@@ -409,7 +425,7 @@ class AparExtension:
         return json.dumps(body).encode() if changed else raw, tagged
 
 
-class _AparWriter:
+class AparWriter:
     """Adds the `apar` object to an answer on its way to the client: OpenAI's chunks."""
 
     def __init__(
@@ -486,7 +502,7 @@ class _AparWriter:
         self._text_field = {"delta": {"content": ""}} if is_chat else {"text": ""}
 
 
-class _EventWriter(_AparWriter):
+class _EventWriter(AparWriter):
     """Adds the `apar` object to a stream of named events, which vLLM sends one by one."""
 
     # Starts of the events that carry statistics.
@@ -536,7 +552,7 @@ class _EventWriter(_AparWriter):
         raise NotImplementedError
 
 
-class _ResponseWriter(_EventWriter):
+class ResponseWriter(_EventWriter):
     """The Responses API."""
 
     _last_starts = (b"event: response.completed\n",)
@@ -577,7 +593,7 @@ class _ResponseWriter(_EventWriter):
             event["type"] = "response.incomplete"  # vLLM calls every last event `completed`.
 
 
-class _MessageWriter(_EventWriter):
+class MessageWriter(_EventWriter):
     """Anthropic's Messages API."""
 
     _last_starts = (b"event: message_delta\n",)
@@ -602,10 +618,10 @@ def _adds_text(event: Mapping[str, Any]) -> bool:
     return isinstance(delta, str) or (isinstance(delta, dict) and delta.get("type") in _TEXTS)
 
 
-_WRITERS: Mapping[ResponseForm, type[_AparWriter]] = {
-    ResponseForm.CHUNKS: _AparWriter,
-    ResponseForm.RESPONSES: _ResponseWriter,
-    ResponseForm.MESSAGES: _MessageWriter,
+WRITERS: Mapping[ResponseForm, type[AparWriter]] = {
+    ResponseForm.CHUNKS: AparWriter,
+    ResponseForm.RESPONSES: ResponseWriter,
+    ResponseForm.MESSAGES: MessageWriter,
 }
 
 

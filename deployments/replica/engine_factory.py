@@ -20,6 +20,7 @@ from apar_core.engine.async_engine import SCHEDULER_CLS, AparAsyncLLM
 from apar_core.engine.fork_adapter import lora_rank
 from apar_core.engine.input_processor import forks
 from apar_core.errors import CheckpointError
+from apar_core.metrics.counting import Counter, Histogram
 from apar_core.scheduler.fork_settings import check_engine, fork_settings
 from apar_core.suggestions import did_you_mean
 from apar_core.vllm_names import (
@@ -37,7 +38,6 @@ from apar_core.vllm_names import (
     init_app_state,
     make_arg_parser,
 )
-from deployments.metrics.counting import Counter, Histogram
 from deployments.replica.apar_extension import Parsers
 from deployments.replica.openapi import OFFERED, describe
 from deployments.replica.stream_start import start_streams_late

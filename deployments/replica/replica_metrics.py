@@ -13,35 +13,21 @@ from ray.experimental import internal_kv
 from ray.serve._private.constants import SERVE_NAMESPACE
 
 from apar_core.engine.request_follower import RequestFollower
+from apar_core.metrics.engine import (
+    REQUEST_COUNTERS,
+    REQUEST_HISTOGRAMS,
+    record_request,
+    record_state,
+)
+from apar_core.metrics.recorder import Recorder
 from apar_core.tree.statistics import TreeStatistics
 from deployments.metrics import catalogue
-from deployments.metrics.recorder import FlushTimer, Recorder
+from deployments.metrics.flush_timer import FlushTimer
 
 if TYPE_CHECKING:
-    from apar_core.scheduler.core_state import CoreState, StepTotals
+    from apar_core.scheduler.core_state import CoreState
 
-_REQUEST_COUNTERS = (
-    catalogue.ATTENDED_TOKENS,
-    catalogue.SEQUENTIAL_ATTENDED_TOKENS,
-    catalogue.CACHED_TOKENS,
-    catalogue.SEQUENTIAL_CACHED_TOKENS,
-    catalogue.CRITICAL_PATH_STEPS,
-    catalogue.SEQUENTIAL_STEPS,
-    catalogue.PROMPT_TOKENS,
-)
-_HISTOGRAMS = (
-    catalogue.REQUEST_THREADS,
-    catalogue.REQUEST_DEPTH,
-    catalogue.TIME_PER_OUTPUT_TOKEN,
-    catalogue.TIME_PER_CRITICAL_PATH_TOKEN,
-)
-_STATE_GAUGES = (catalogue.KV_BLOCKS, catalogue.KV_FREE_BLOCKS, catalogue.KV_CACHE_USAGE)
-_THREAD_STATES = {
-    "running": "running_threads",
-    "resting": "resting_threads",
-    "waiting": "waiting_threads",
-    "deferred": "deferred_threads",
-}
+_HISTOGRAMS = (catalogue.TIME_PER_OUTPUT_TOKEN, catalogue.TIME_PER_CRITICAL_PATH_TOKEN)
 # The engine core answers between two steps, and a step on a CPU may take seconds. The last state
 # stands meanwhile; an older one would hide a failure.
 _STATE_TIMEOUT_S = 0.5
@@ -55,8 +41,8 @@ class ReplicaMetrics:
 
     def __init__(self, *, model: str, replica: str) -> None:
         self.recorder = Recorder(model=model, replica=replica)
-        counters = (*_REQUEST_COUNTERS, catalogue.REPLICA_RESTARTS, catalogue.LOG_LINES_DROPPED)
-        for metric in (*counters, *_HISTOGRAMS):
+        counters = (*REQUEST_COUNTERS, catalogue.REPLICA_RESTARTS, catalogue.LOG_LINES_DROPPED)
+        for metric in (*counters, *REQUEST_HISTOGRAMS, *_HISTOGRAMS):
             self.recorder.declare(metric)
 
     def started(self, *, replaces_lost: bool) -> None:
@@ -72,14 +58,7 @@ class ReplicaMetrics:
         trees = follower.statistics or _unforked_statistics(follower)
         if trees is None:
             return
-        record.inc(catalogue.ATTENDED_TOKENS, trees.attended_tokens)
-        record.inc(catalogue.SEQUENTIAL_ATTENDED_TOKENS, trees.sequential_attended_tokens)
-        record.inc(catalogue.CACHED_TOKENS, trees.max_cached_tokens)
-        record.inc(catalogue.SEQUENTIAL_CACHED_TOKENS, trees.sequential_max_cached_tokens)
-        record.inc(catalogue.CRITICAL_PATH_STEPS, trees.decode_steps)
-        record.inc(catalogue.SEQUENTIAL_STEPS, trees.sequential_steps)
-        record.observe(catalogue.REQUEST_THREADS, trees.threads)
-        record.observe(catalogue.REQUEST_DEPTH, trees.max_depth)
+        record_request(record, trees)
         decode_s = follower.last_output_s - follower.first_output_s
         for metric, num_tokens in (
             (catalogue.TIME_PER_OUTPUT_TOKEN, trees.text_tokens),
@@ -91,45 +70,7 @@ class ReplicaMetrics:
     def take(self, state: "CoreState | None", num_requests: int) -> None:
         """Record the requests inside and the engine core's state, None if unknown."""
         self.recorder.set(catalogue.REPLICA_REQUESTS, num_requests)
-        self._take_values(state)
-        if state is not None and state.steps is not None:
-            self._take_totals(state, state.steps)
-
-    def _take_values(self, state: "CoreState | None") -> None:
-        """Set the gauges of the engine's current state."""
-        record = self.recorder
-        if state is None:
-            values: tuple[float | None, ...] = (None, None, None)
-        else:
-            values = (state.kv_blocks, state.free_blocks, state.kv_use)
-        for metric, value in zip(_STATE_GAUGES, values, strict=True):
-            record.set(metric, value)
-        for name, field in _THREAD_STATES.items():
-            number = None if state is None else getattr(state, field)
-            record.set(catalogue.THREADS, number, state=name)
-
-    def _take_totals(self, state: "CoreState", steps: "StepTotals") -> None:
-        """Set the counters that the scheduler keeps since the engine's start."""
-        record = self.recorder
-        forks, sharing, joins = state.admission_counters, state.fork_counters, state.join_counters
-        record.set_total(catalogue.ENGINE_STEPS, steps.num_steps)
-        record.set_total(catalogue.ENGINE_BUSY_SECONDS, steps.busy_s)
-        record.set_total(catalogue.GENERATED_TOKENS, state.generated_tokens)
-        record.set_total(catalogue.FORKS, forks.accepted, outcome="accepted")
-        record.set_total(catalogue.FORKS, sum(forks.delayed.values()), outcome="delayed")
-        record.set_total(catalogue.FORKS, forks.refused, outcome="refused")
-        for reason, number in forks.delayed.items():
-            record.set_total(catalogue.FORK_DELAYS, number, reason=reason)
-        record.set_total(catalogue.KV_SHARED_BLOCKS, sharing.shared_blocks)
-        record.set_total(catalogue.KV_COPIED_BLOCKS, sharing.copied_blocks)
-        record.set_total(catalogue.KV_RELEASED_EARLY_BLOCKS, sharing.released_early_blocks)
-        families = state.family_counts
-        record.set_total(catalogue.FAMILY_ROWS, families.get("shared_rows", 0))
-        record.set_total(catalogue.FAMILY_SAVED_BLOCKS, families.get("saved_blocks", 0))
-        record.set_total(catalogue.JOINS, joins.joins)
-        record.set_total(catalogue.JOIN_TOKENS, joins.shared_tokens, outcome="reused")
-        record.set_total(catalogue.JOIN_TOKENS, joins.computed_tokens, outcome="computed")
-        record.set_total(catalogue.DISCARDED_TOKENS, joins.discarded_tokens)
+        record_state(self.recorder, state)
 
 
 def _unforked_statistics(follower: RequestFollower) -> TreeStatistics | None:

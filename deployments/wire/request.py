@@ -11,6 +11,8 @@ from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import Journal
 from deployments.wire.response import Headers
 
+SCOPE_KEY = "apar"
+"""Key of the ASGI scope that holds a replica's `FollowedRequest`."""
 MAX_DEADLINE_MS = 86_400_000
 MAX_EXPECTED_TOKENS = 2**24
 PARENT_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"

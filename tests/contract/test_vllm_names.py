@@ -36,6 +36,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -401,11 +402,11 @@ SIGNATURES = (
 
 
 ATTRIBUTES = (
-    Attributes(prometheus_client.Counter, "_value", "deployments/metrics/counting.py counts in it"),
+    Attributes(prometheus_client.Counter, "_value", "apar_core/metrics/counting.py counts in it"),
     Attributes(
         prometheus_client.Histogram,
         "_sum _buckets _upper_bounds",
-        "deployments/metrics/counting.py counts in them",
+        "apar_core/metrics/counting.py counts in them",
     ),
     Attributes(
         Scheduler,
@@ -557,6 +558,22 @@ NEW_FIELDS = {"error": "0.33"}
 
 PASSAGES = (
     Passage(
+        AsyncLLM.__init__,
+        r"self\.input_processor = InputProcessor\(self\.vllm_config, .*"
+        r"self\.output_processor = OutputProcessor\( renderer\.tokenizer, log_stats=",
+        "the input processor says whose metrics the output processor behind it exports",
+    ),
+    Passage(
+        init_app_state,
+        r"state\.engine_client = engine_client",
+        "the middleware of vLLM's own server finds its engine there",
+    ),
+    Passage(
+        init_entrypoints_middleware,
+        r"for middleware in args\.middleware: .*app\.add_middleware\(imported\)",
+        "vLLM's own server takes our middleware by its name, in front of its check of API keys",
+    ),
+    Passage(
         VllmConfig._get_v2_model_runner_unsupported_features,
         r'in \( ?"suffix", .*"custom_class",? ?\): unsupported',
         "the V2 model runner refuses the chain of prompt tokens: if no longer, see "
@@ -632,13 +649,13 @@ PASSAGES = (
     Passage(
         prometheus_client.Counter.inc,
         r"if amount < 0: raise ValueError\(.* self\._value\.inc\(amount\) if exemplar:",
-        "deployments/metrics/counting.py does the same, without exemplars",
+        "apar_core/metrics/counting.py does the same, without exemplars",
     ),
     Passage(
         prometheus_client.Histogram.observe,
         r"self\._sum\.inc\(amount\) for i, bound in enumerate\(self\._upper_bounds\): "
         r"if amount <= bound: self\._buckets\[i\]\.inc\(1\) if exemplar:",
-        "deployments/metrics/counting.py does the same, without exemplars",
+        "apar_core/metrics/counting.py does the same, without exemplars",
     ),
     Passage(
         prometheus_client.Counter.labels,

@@ -23,10 +23,12 @@ _VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "head-fault-tolerance": ("head-fault-tolerance", (), ()),
     "gpu": ("gpu", (), ()),
     "gpu-everything": (
-        "gpu", (*_OPTIONAL, "head-fault-tolerance", "weights-per-pod"), ("weights-shared",)
+        "gpu", (*_OPTIONAL, "head-fault-tolerance", "weights-shared"), ("weights-per-pod",)
     ),
 }  # fmt: skip
 OVERLAYS = tuple(_VARIANTS)
+STORAGE_CLASS = "shared-files"
+"""A class with ReadWriteMany, which `weights-shared` needs."""
 NEEDS_KUBECTL = needs("kubectl")
 
 Object = dict[str, Any]
@@ -82,7 +84,7 @@ def _built(overlay: str) -> list[Object]:
     name, added, removed = _VARIANTS[overlay]
     if not added:
         return build(K8S / "overlays" / name)
-    return variant(name, added, removed)
+    return variant(name, added, removed, {"storage-class": STORAGE_CLASS})
 
 
 def variant(

@@ -37,9 +37,11 @@ from apar_core.fork_parameters import EXTRA_ARG, HOLD_ARG, ForkParameters
 from apar_core.formats.lists import ListRules
 from apar_core.formats.rules import block_rules
 from apar_core.journal import Journal, JournalBook, ThreadDelta
+from apar_core.scheduler.core_state import CoreState
 from apar_core.scheduler.fork_scheduler import ForkAsyncScheduler, ForkMixin, ForkScheduler
 from apar_core.scheduler.fork_settings import CONFIG_KEY
 from apar_core.scheduler.held_outputs import HeldOutputs
+from apar_core.scheduler.state_reports import take_state
 from apar_core.scheduler.step_time import StepClock
 from apar_core.tree.thread_names import ThreadPath, thread_request_id
 from tests.fakes.block_scripts import TOKENIZER, CharacterTokenizer
@@ -121,6 +123,8 @@ class ScriptedEngine:
         self.scheduler.step_clock = StepClock(lambda: self.now_s)
         self.scheduler.held = HeldOutputs(shape.output_interval_s, lambda: self.now_s)
         self.scheduler.joins._load_tokenizer = lambda: tokenizer
+        # What the engine core reports of itself, if `scheduler.reports` is set.
+        self.states: list[tuple[int, CoreState]] = []
         self.threads: dict[str, RequestThreads] = {}
         self.followers: dict[str, RequestFollower] = {}
         self.finish_reasons: dict[str, str] = {}
@@ -354,6 +358,8 @@ class ScriptedEngine:
             step.scheduler_output, output
         ).values():
             self._messages.append(client_outputs)
+            if (state := take_state(client_outputs.outputs)) is not None:
+                self.states.append(state)
             for thread_output in client_outputs.outputs:
                 self._feed(thread_output)
         while self._to_abort:
@@ -426,7 +432,7 @@ def _build_scheduler(shape: EngineShape, model_dir: Path) -> ForkMixin:
         model_config=model_config,
         scheduler_config=scheduler_config,
         cache_config=cache_config,
-        additional_config={CONFIG_KEY: dict(shape.forks)},
+        additional_config={CONFIG_KEY: {"metrics": False} | dict(shape.forks)},
     )
     vllm_config.cache_config.block_size = shape.block_size
     vllm_config.cache_config.num_gpu_blocks = shape.num_blocks

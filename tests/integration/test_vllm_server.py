@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,14 +27,20 @@ SCHEMA = {
 }
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "tips", "schema": SCHEMA}}
 # The small model could write white space for ever.
+MIDDLEWARE = "deployments.vllm_server.AparField"
 STRUCTURED_OUTPUTS = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    arguments = ["--scheduler-cls", SCHEDULER_CLS, "--structured-outputs-config"]
-    with vllm_server(log, *arguments, STRUCTURED_OUTPUTS) as address:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="module")
+def url(log: Path) -> Iterator[str]:
+    arguments = ["--scheduler-cls", SCHEDULER_CLS, "--middleware", MIDDLEWARE]
+    arguments += ["--structured-outputs-config", STRUCTURED_OUTPUTS]
+    with vllm_server(log, *arguments) as address:
         yield address
 
 
@@ -41,6 +48,13 @@ def ask(url: str, **fields: Any) -> httpx.Response:
     messages = [{"role": "user", "content": "Give me 5 tips for sleeping well."}]
     body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 120}
     return httpx.post(url + CHAT, json=body | fields, timeout=120)
+
+
+def numbers(url: str) -> dict[str, float]:
+    """Return the series of our metrics, without times of creation and busy time."""
+    page = httpx.get(url + "/metrics", timeout=60).text
+    lines = [line.rpartition(" ") for line in page.splitlines() if line.startswith("apar_")]
+    return {name: float(value) for name, _, value in lines if "_created" not in name}
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -94,3 +108,94 @@ def test_a_constrained_answer_beside_a_forked_one_is_that_without_forks(url: str
     assert set(json.loads(text)["tips"]) <= {"rest", "food"}
     assert text == unforked
     assert text_of(free.result()) == forked
+
+
+def test_the_page_of_metrics_counts_forks_as_the_answer_does(url: str) -> None:
+    before = numbers(url)
+
+    answer = ask(url, apar={}).json()
+    unforked = ask(url, apar={"enabled": False}).json()
+
+    counts, plain = answer["apar"], unforked["apar"]
+    assert counts["forks"] > 1
+    assert (plain["threads"], plain["forks"]) == (1, 0)
+    after = numbers(url)
+    new = {name: after[name] - before.get(name, 0.0) for name in after}
+    engine, model = 'engine="0",model="tiny"', 'model="tiny"'
+    assert new[f'apar_forks_total{{{engine},outcome="accepted"}}'] == counts["forks"]
+    assert new[f"apar_request_threads_count{{{model}}}"] == 2
+    assert new[f'apar_request_threads_bucket{{le="1.0",{model}}}'] == 1
+    both = counts["decode_steps"] + plain["decode_steps"]
+    assert new[f"apar_critical_path_steps_total{{{model}}}"] == both
+    assert new[f"apar_engine_steps_total{{{engine}}}"] == both
+    assert 0 < new[f"apar_child_tokens_total{{{engine}}}"] < answer["usage"]["completion_tokens"]
+    # Nothing runs any more.
+    for state in ("running", "waiting"):
+        assert after[f'apar_engine_requests{{{engine},state="{state}"}}'] == 0
+        assert after[f'apar_threads{{{engine},state="{state}"}}'] == 0
+    free, all_blocks = (after[f"apar_kv_{name}{{{engine}}}"] for name in ("free_blocks", "blocks"))
+    assert free == all_blocks > 0
+
+
+def test_an_answer_has_the_object_only_on_request(url: str) -> None:
+    plain, asked = ask(url), ask(url, apar={})
+
+    assert "apar" not in plain.json()
+    assert text_of(plain) == text_of(asked)
+    assert plain.json()["usage"] == asked.json()["usage"]
+
+
+def test_a_stream_has_the_object_beside_its_usage(url: str) -> None:
+    whole = ask(url, apar={}).json()
+
+    answer = ask(url, apar={}, stream=True, stream_options={"include_usage": True})
+
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(event) for event in events]
+    assert [chunk["apar"] for chunk in chunks if "apar" in chunk] == [whole["apar"]]
+    pieces = [each["delta"].get("content") or "" for chunk in chunks for each in chunk["choices"]]
+    assert "".join(pieces) == whole["choices"][0]["message"]["content"]
+
+
+def test_a_tagged_stream_names_every_thread(url: str) -> None:
+    answer = ask(
+        url, apar={"stream": "threads"}, stream=True, stream_options={"include_usage": True}
+    )
+
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:7] == "data: {"]
+    updates = [each for chunk in chunks for each in chunk.get("apar", {}).get("updates", ())]
+    (num_threads,) = (
+        chunk["apar"]["threads"] for chunk in chunks if "threads" in chunk.get("apar", {})
+    )
+    assert len({update["id"] for update in updates}) == num_threads > 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "Give me 3 tips for sleeping well.", "max_tokens": 40}),
+        ("/v1/responses", {"input": "Give me 3 tips for sleeping well.", "max_output_tokens": 40}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "Give me 3 tips."}], "max_tokens": 40},
+        ),
+    ],
+)
+def test_each_api_has_the_object(url: str, path: str, fields: dict[str, Any]) -> None:
+    answer = httpx.post(url + path, json={"model": "tiny", "apar": {}} | fields, timeout=120)
+
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["apar"]["threads"] >= 1
+
+
+def test_a_wrong_option_is_named(url: str) -> None:
+    answer = ask(url, apar={"max_thread": 2})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "apar.max_thread"
+
+
+def test_the_log_says_how_the_engine_forks(url: str, log: Path) -> None:
+    said = log.read_text(errors="replace")
+
+    assert said.count("forks: format apar; control tokens: '[Fork]' is 3") == 1

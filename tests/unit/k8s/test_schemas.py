@@ -20,6 +20,7 @@ from tests.fakes.overlays import (
     K8S,
     NEEDS_KUBECTL,
     OVERLAYS,
+    STORAGE_CLASS,
     Object,
     label_of,
     objects_of,
@@ -135,9 +136,14 @@ def test_the_examples_are_valid_and_lead_to_the_service() -> None:
     assert violations(list(examples.values())) == []
     assert route["backendRefs"] == [{"name": target["metadata"]["name"], "port": port["port"]}]
     assert backend == {"name": target["metadata"]["name"], "port": {"number": port["port"]}}
-    # The class that the parameters of overlay gpu name.
-    parameters = (K8S / "overlays" / "gpu" / "parameters.env").read_text()
-    assert f"\nstorage-class={examples['StorageClass']['metadata']['name']}\n" in parameters
+    claims = of_kind(objects_of("gpu-everything"), "PersistentVolumeClaim")
+    assert {claim["spec"]["storageClassName"] for claim in claims} == {STORAGE_CLASS}
+    assert examples["StorageClass"]["metadata"]["name"] == STORAGE_CLASS
+
+
+def test_an_overlay_as_it_is_takes_the_clusters_own_storage_class() -> None:
+    for overlay in ("local", "gpu"):
+        assert "storageClassName" not in yaml.safe_dump(objects_of(overlay))
 
 
 def test_the_example_of_a_route_is_valid() -> None:

@@ -101,6 +101,38 @@ def processor_of(scheduler_cls: str | None = SCHEDULER_CLS, **settings: Any) -> 
     return ForkInputProcessor(config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {},
+            "forks: format apar; control tokens: '[Fork]' is 3, '[Child]' is 4; at most 32 threads "
+            "and 512 forks a request; policy eager; requests fork unless they say otherwise",
+        ),
+        (
+            {
+                "enabled": False,
+                "max_threads": 4,
+                "max_replica_threads": 64,
+                "max_requests": 16,
+                "policy": "adaptive",
+                "token_time_ms": 25,
+            },
+            "forks: format apar; control tokens: '[Fork]' is 3, '[Child]' is 4; at most 4 threads "
+            "and 512 forks a request, 64 threads in all, 16 requests; policy adaptive (25 ms a "
+            "token); requests fork if they ask for it",
+        ),
+    ],
+)
+def test_an_engine_says_at_its_start_how_it_forks(
+    settings: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "apar_core"):
+        processor_of(**settings)
+
+    assert [record.message for record in caplog.records if record.message[:6] == "forks:"] == [said]
+
+
 @pytest.fixture(scope="module")
 def processor() -> ForkInputProcessor:
     return processor_of()

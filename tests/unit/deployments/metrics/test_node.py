@@ -42,7 +42,7 @@ import sys
 from pathlib import Path
 from deployments.metrics import catalogue
 from deployments.metrics.node import PageThread, open_process, write_changes
-from deployments.metrics.recorder import Recorder
+from apar_core.metrics.recorder import Recorder
 lock = open_process(Path(sys.argv[1]), sys.argv[2], {"replica": sys.argv[3]} if sys.argv[3] else {})
 of = Recorder(model="m", replica=sys.argv[3])
 for line in sys.stdin:

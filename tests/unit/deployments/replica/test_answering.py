@@ -18,8 +18,8 @@ from apar_core.fork_parameters import KeyTerms
 from apar_core.journal import ThreadDelta
 from apar_core.scheduler.core_state import CoreState
 from deployments.replica import answering
-from deployments.replica.answering import SCOPE_KEY, Answering
-from deployments.wire.request import Deadlines, RelayedRequest, RequestTerms
+from deployments.replica.answering import Answering
+from deployments.wire.request import SCOPE_KEY, Deadlines, RelayedRequest, RequestTerms
 from deployments.wire.response import Piece, ResponseBroken, ResponseEnd, ResponseStart
 from tests.fakes.core_states import a_core_state
 

@@ -3,9 +3,8 @@
 import json
 from typing import Any
 
-from deployments.replica.answering import SCOPE_KEY
 from deployments.replica.apar_extension import AparExtension
-from deployments.wire.request import RequestTerms, write_terms
+from deployments.wire.request import SCOPE_KEY, RequestTerms, write_terms
 
 TERMS = RequestTerms(key="alice", priority=2, key_max_threads=7, cache_salt="s")
 

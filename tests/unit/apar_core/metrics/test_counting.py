@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from deployments.metrics.counting import Counter, Histogram
+from apar_core.metrics.counting import Counter, Histogram
 
 BOUNDS = (0.01, 0.1, 1.0, 10.0)
 AMOUNTS = st.one_of(st.sampled_from((0.0, *BOUNDS)), st.floats(-1, 100), st.just(float("inf")))

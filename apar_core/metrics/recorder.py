@@ -1,21 +1,14 @@
-"""Counts of one process, by the metrics of the catalogue."""
+"""Counts of one process, by their declarations."""
 
-import asyncio
-import logging
+from __future__ import annotations
+
 import math
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from deployments.metrics.catalogue import Kind, Metric
-from deployments.metrics.counting import Counter, Histogram
-from deployments.metrics.node import write_changes
-
-logger = logging.getLogger(__name__)
-
-FLUSH_PERIOD_S = 1.0
+from apar_core.metrics.counting import Counter, Histogram
+from apar_core.metrics.engine import Kind, Metric
 
 
 class Recorder:
@@ -24,8 +17,9 @@ class Recorder:
     `open_process` in `deployments/metrics/node.py`, called before, brings them to the node's page.
     """
 
-    def __init__(self, **labels: str) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, *, registry: CollectorRegistry | None = None, **labels: str) -> None:
+        """Count in a registry, by default one of its own."""
+        self.registry = CollectorRegistry() if registry is None else registry
         self._shared = labels
         self._families: dict[str, Counter | Gauge | Histogram] = {}
         # By name and label values; prometheus_client takes a lock to find a series.
@@ -96,42 +90,3 @@ class Recorder:
         return Histogram(
             metric.name, metric.help, labels, registry=self.registry, buckets=metric.buckets
         )
-
-
-class FlushTimer:
-    """Owns the task that records the state of the process every `period_s`, by `flush`.
-
-    Then it brings all counts to the page. A failing flush is logged once per run of failures, and
-    tried again at the next period.
-    """
-
-    def __init__(
-        self, flush: Callable[[], Awaitable[None]], *, period_s: float = FLUSH_PERIOD_S
-    ) -> None:
-        self._flush = flush
-        self._period_s = period_s
-        self._failing = False
-        self._task = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        """Stop after a last flush."""
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-        await self._flush_logged()
-
-    async def _run(self) -> None:
-        while True:
-            await self._flush_logged()
-            await asyncio.sleep(self._period_s)
-
-    async def _flush_logged(self) -> None:
-        try:
-            await self._flush()
-        except Exception as error:  # Metrics must not stop what they measure.
-            if not self._failing:
-                logger.warning("metrics not recorded", exc_info=error)
-            self._failing = True
-        else:
-            self._failing = False
-        write_changes()

@@ -1,0 +1,1 @@
+"""Metrics of an engine, and what counts them with prometheus_client."""
