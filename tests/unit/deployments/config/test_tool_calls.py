@@ -64,12 +64,12 @@ def test_the_parser_finds_a_call_that_begins_with_the_token(parser: str) -> None
     request = ChatCompletionRequest(
         model="m", messages=[{"role": "user", "content": "q"}], tools=[tool]
     )
-    made = ToolParserManager.get_tool_parser(parser)(tokenizer_of(call), request.tools)
+    made: Any = ToolParserManager.get_tool_parser(parser)
 
-    with_call = made.extract_tool_calls(f"First this. {call}", request)
-    without = ToolParserManager.get_tool_parser(parser)(
-        tokenizer_of(call), request.tools
-    ).extract_tool_calls("First this.", request)
+    with_call, without = (
+        made(tokenizer_of(call), request.tools).extract_tool_calls(text, request)
+        for text in (f"First this. {call}", "First this.")
+    )
 
     assert with_call.content is not None
     assert with_call.content.strip() == "First this."
