@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from grafana_foundation_sdk.builders import bargauge as bars
 from grafana_foundation_sdk.builders import common as shared
 from grafana_foundation_sdk.builders import dashboard as frame
 from grafana_foundation_sdk.builders import gauge as gauges
@@ -23,9 +22,7 @@ IDLE = "idle"
 
 AnyPanel = Builder[dashboard.Panel]
 """Common type of all panel builders."""
-Framed = TypeVar(
-    "Framed", plots.Panel, stats.Panel, gauges.Panel, heatmaps.Panel, tables.Panel, bars.Panel
-)
+Framed = TypeVar("Framed", plots.Panel, stats.Panel, gauges.Panel, heatmaps.Panel, tables.Panel)
 Limits = tuple[tuple[float, str], ...]
 """Pairs of a lower bound and the colour from there on; below the first bound it is green."""
 
@@ -310,36 +307,6 @@ def table(
         link = dashboard.DynamicConfigValue(id_val="links", value=[{"title": name, "url": url}])
         panel = panel.override_by_name(title, [link])
     return panel
-
-
-def bar_row(
-    text: Text, *queries: Query, colour: str = "blue", decimals: int | None = None
-) -> bars.Panel:
-    """Show one horizontal bar per query."""
-    panel = (
-        framed(bars.Panel(), text)
-        .unit(text.unit.grafana)
-        .min(0)
-        .no_value(IDLE)
-        .thresholds(thresholds((), base=colour))
-        .display_mode(common.BarGaugeDisplayMode.BASIC)
-        .orientation(common.VizOrientation.HORIZONTAL)
-        .show_unfilled(False)
-        .sizing(common.BarGaugeSizing.MANUAL)
-        .min_viz_height(16)
-        .max_viz_height(32)
-        .legend(
-            shared.VizLegendOptions()
-            .display_mode(common.LegendDisplayMode.LIST)
-            .placement(common.LegendPlacement.BOTTOM)
-            .show_legend(False)
-            .calcs([])
-        )
-        .reduce_options(last_value())
-    )
-    for number, query in enumerate(queries):
-        panel = panel.with_target(target(query, letter(number), instant=True))
-    return panel if decimals is None else panel.decimals(decimals)
 
 
 def _columns(keys: Mapping[str, str], columns: Sequence[Column]) -> dashboard.DataTransformerConfig:
