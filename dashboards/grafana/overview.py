@@ -169,7 +169,6 @@ def _now() -> list[AnyPanel]:
             ),
             Query(ratio(failed, ended), ""),
             limits=((0.001, "orange"), (0.01, "red")),
-            base="green",
         ),
         stat(
             Text(
@@ -181,7 +180,6 @@ def _now() -> list[AnyPanel]:
             ),
             Query(quantile(0.9, of.TIME_TO_FIRST_TOKEN), ""),
             limits=((FIRST_TOKEN_S, "orange"), (10, "red")),
-            base="green",
         ),
         stat(
             Text(
@@ -209,7 +207,6 @@ def _now() -> list[AnyPanel]:
             Text("Queued", "Requests queued in the gateway.", REQUESTS, 3, height),
             Query(level(of.REQUESTS_QUEUED), ""),
             limits=((1, "orange"), (100, "red")),
-            base="green",
         ),
         stat(
             Text("Replicas", "Replicas that accept requests.", REPLICAS, 4, height),

@@ -129,8 +129,18 @@ def lines(
         .fill_opacity(70 if stacked else 8)
         .show_points(common.VisibilityMode.AUTO)
         .axis_label(text.unit.axis)
-        .legend(_legend())
-        .tooltip(_tooltip())
+        .legend(
+            shared.VizLegendOptions()
+            .display_mode(common.LegendDisplayMode.LIST)
+            .placement(common.LegendPlacement.BOTTOM)
+            .show_legend(True)
+            .calcs([])
+        )
+        .tooltip(
+            shared.VizTooltipOptions()
+            .mode(common.TooltipDisplayMode.MULTI)
+            .sort(common.SortOrder.DESCENDING)
+        )
         .thresholds(thresholds(limits))
         .color_scheme(frame.FieldColor().mode(dashboard.FieldColorModeId.PALETTE_CLASSIC))
     )
@@ -158,16 +168,19 @@ def stat(
     query: Query,
     *,
     limits: Limits = (),
-    base: str = "blue",
+    base: str | None = None,
     instant: bool = False,
     decimals: int | None = None,
 ) -> stats.Panel:
-    """Show the newest value as a number; `instant` if the expression covers the whole range."""
+    """Show the newest value as a number; `instant` if the expression covers the whole range.
+
+    `base` is the colour below the first of the limits: by default green, or blue without limits.
+    """
     panel = (
         framed(stats.Panel(), text)
         .unit(text.unit.grafana)
         .no_value(IDLE)
-        .thresholds(thresholds(limits, base))
+        .thresholds(thresholds(limits, base or ("green" if limits else "blue")))
         .color_mode(common.BigValueColorMode.VALUE)
         .graph_mode(common.BigValueGraphMode.NONE if instant else common.BigValueGraphMode.AREA)
         .reduce_options(last_value())
@@ -227,24 +240,6 @@ def letter(number: int) -> str:
 
 def last_value() -> shared.ReduceDataOptions:
     return shared.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
-
-
-def _legend() -> shared.VizLegendOptions:
-    return (
-        shared.VizLegendOptions()
-        .display_mode(common.LegendDisplayMode.LIST)
-        .placement(common.LegendPlacement.BOTTOM)
-        .show_legend(True)
-        .calcs([])
-    )
-
-
-def _tooltip() -> shared.VizTooltipOptions:
-    return (
-        shared.VizTooltipOptions()
-        .mode(common.TooltipDisplayMode.MULTI)
-        .sort(common.SortOrder.DESCENDING)
-    )
 
 
 def _fixed_colour(colour: str) -> dashboard.DynamicConfigValue:

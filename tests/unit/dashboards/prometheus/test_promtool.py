@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.fakes.rules import ALERTS, FOLDER, RECORDS, RULES, rule_groups
+from deployments.config.metrics import DEFAULT_PORT
+from tests.fakes.rules import ALERTS, FOLDER, RECORDS, RULES, rule_groups, shipped
 from tests.fakes.tools import needs
 
 TESTS = sorted((FOLDER / "tests").glob("*.yml"))
@@ -40,6 +41,17 @@ def test_promtool_accepts_the_configuration_and_its_rules(name: str) -> None:
     assert right, said
     found = [int(line.split()[1]) for line in said.splitlines() if line.endswith("rules found")]
     assert sum(found) == len(RULES)
+
+
+def test_the_configurations_scrape_the_default_port_and_name_the_cluster() -> None:
+    [listed] = shipped("prometheus.yml")["scrape_configs"]
+    [single] = shipped("prometheus-single-machine.yml")["scrape_configs"]
+
+    assert listed["relabel_configs"].pop()["replacement"] == f"$1:{DEFAULT_PORT}"
+    assert single["static_configs"] == [{"targets": [f"127.0.0.1:{DEFAULT_PORT}"]}]
+    assert listed["relabel_configs"] == single["relabel_configs"]
+    labels = {each["target_label"]: each["replacement"] for each in single["relabel_configs"]}
+    assert labels == {"job": "apar", "cluster": "default", "namespace": "default"}
 
 
 @needs_promtool
