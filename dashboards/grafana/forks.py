@@ -334,6 +334,10 @@ def _by_replica() -> list[AnyPanel]:
         ),
     }
     return [
-        lines(Text(f"{title} by replica", description, unit), Query(expression, "{{replica}}"))
+        lines(
+            Text(f"{title} by replica", description, unit),
+            Query(expression, "{{replica}}"),
+            at_least=1 if unit is SHARE else None,
+        )
         for title, (description, unit, expression) in values.items()
     ]
