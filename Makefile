@@ -76,10 +76,10 @@ sizing: $(INSTALLED) ## Write k8s/SIZING.md, plans for common models (5 minutes 
 	$(BIN)/python -m k8s.sizing
 
 docs: $(INSTALLED) ## Build the documentation site in out/site; fails on dead links
-	$(BIN)/python docs/build.py
+	$(BIN)/python -m docs.build
 
 docs-references: $(INSTALLED) ## Rewrite the references of configuration, command line and recipes
-	$(BIN)/python docs/build.py --generate
+	$(BIN)/python -m docs.build --generate
 
 check: check-quick docs ## Check format, lint, types and documentation
 

@@ -20,7 +20,7 @@ EXTRA_ARG = "apar"
 """Key of the parameters in `SamplingParams.extra_args`."""
 HOLD_ARG = "apar_hold"
 """Key of `SamplingParams.extra_args`: see `may_be_held`."""
-_TUPLES = ("seed_ids", "banned_ids", "end_ids", "thread_path", "replacement_ids")
+_TUPLES = ("seed_ids", "banned_ids", "end_ids", "thread_path", "replacement_ids", "call_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class ForkParameters:
     cut_tokens: 1 if a child does not inherit the fork token, else 0.
     children_fork: whether a child may fork.
     replacement_ids: tokens that stand in the text in place of a fork token.
+    call_ids: tokens with which a tool call begins; a thread that has generated one forks no more.
     """
 
     fork_id: int
@@ -66,6 +67,7 @@ class ForkParameters:
     cut_tokens: int = 0
     children_fork: bool = True
     replacement_ids: tuple[int, ...] = ()
+    call_ids: tuple[int, ...] = ()
     blocks: str | None = None
     num_generated: int = 0
     deadline_at_s: float | None = None

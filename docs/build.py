@@ -1,7 +1,7 @@
 """Build the documentation site: generate the references, collect the pages, run Zensical.
 
-`python docs/build.py` checks every link between files of the repository, copies the pages into
-`out/docs`, and builds `out/site` strictly. `python docs/build.py --generate` only rewrites
+`python -m docs.build` checks every link between files of the repository, copies the pages into
+`out/docs`, and builds `out/site` strictly. `python -m docs.build --generate` only rewrites
 `docs/configuration.md`, `docs/cli.md`, `docs/recipes.md` and `docs/thread-stream.schema.json`,
 which a test keeps current.
 

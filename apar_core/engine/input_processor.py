@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -51,11 +52,13 @@ logger = logging.getLogger(__name__)
 ENABLED_ARG = "apar_enabled"
 """Key of `SamplingParams.extra_args`: whether the request may fork."""
 MAX_THREADS_ARG = "apar_max_threads"
+TOOLS_ARG = "apar_tools"
+"""Key of `SamplingParams.extra_args`: whether the request may call tools; set by our HTTP layer."""
 CLIENT_ARGS = frozenset({ENABLED_ARG, MAX_THREADS_ARG, REPLAY_REQUEST_ARG})
 """Our keys of `extra_args` that a client may set, through the HTTP field `vllm_xargs`."""
 _OUR_PREFIX = "apar"
 _NUMBER_LIMIT = 2**63
-_WRAPPED = "_apar_keeps_tool_calls_unforked"
+_WRAPPED = "_apar_says_whether_tools_may_be_called"
 
 
 def forks(vllm_config: VllmConfig) -> bool:
@@ -109,7 +112,7 @@ class ForkInputProcessor(InputProcessor):
         self._holds = self._is_forking and fork_settings(vllm_config).output_interval_s > 0
         if self.format is None:
             return
-        _keep_tool_calls_unforked()
+        _say_whether_tools_may_be_called()
         self._settings: ForkSettings = fork_settings(vllm_config)
         adapter = self._settings.fork_adapter
         self._fork_adapter = None if adapter is None else fork_adapter_request(adapter)
@@ -143,6 +146,7 @@ class ForkInputProcessor(InputProcessor):
             cut_tokens=definition.cut == "before",
             children_fork=definition.children_fork,
             replacement_ids=self.format.replacement_ids,
+            call_ids=() if waits else self._call_ids(tokenizer.get_vocab()),
         )
 
     @property
@@ -223,7 +227,7 @@ class ForkInputProcessor(InputProcessor):
         for name, value in (params.extra_args or {}).items():
             if isinstance(value, ReplayText):
                 checked[name] = str(value)
-            elif not name.startswith(_OUR_PREFIX) or name in CLIENT_ARGS:
+            elif not name.startswith(_OUR_PREFIX) or name in CLIENT_ARGS or name == TOOLS_ARG:
                 checked[name] = value
             elif self._is_forking:
                 raise VLLMValidationError(
@@ -278,6 +282,8 @@ class ForkInputProcessor(InputProcessor):
         if request.lora_request is not None:
             by_default = self._settings.adapters.get(request.lora_request.lora_name, by_default)
         wanted = _choice(extra_args, ENABLED_ARG, bool, by_default)
+        if extra_args.pop(TOOLS_ARG, False) and not self._parameters.call_ids:
+            wanted = False
         max_threads = _choice(extra_args, MAX_THREADS_ARG, int, self._settings.max_threads)
         if max_threads < 1:
             raise VLLMValidationError(
@@ -344,6 +350,25 @@ class ForkInputProcessor(InputProcessor):
         except RequestError as error:
             raise VLLMValidationError(str(error), parameter=PARAM) from error
         params.extra_args = {**extra_args, REPLAY_ARG: replay_text(scripts)}
+
+    def _call_ids(self, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the tokens with which a tool call begins; empty if its text could fork.
+
+        Whether a thread is within a call depends on its earlier tokens, which the bans do not know
+        in an engine that speculates.
+        """
+        starts = self._settings.tool_call_starts
+        for start in starts:
+            if start not in vocabulary:
+                logger.warning(
+                    "tool_call_starts: %r is not one token of the model: requests with tools do "
+                    "not fork",
+                    start,
+                )
+                return ()
+        if self.vllm_config.speculative_config is not None:
+            return ()
+        return tuple(vocabulary[start] for start in starts)
 
     def _end_ids(self) -> tuple[int, ...]:
         generation_ids = self.generation_config_fields.get("eos_token_id")
@@ -451,12 +476,11 @@ def _choice(extra_args: dict[str, Any], name: str, kind: type, default: Any) -> 
     )
 
 
-def _keep_tool_calls_unforked() -> None:
-    """Disable forks for HTTP requests with tools; may be called more than once.
+def _say_whether_tools_may_be_called() -> None:
+    """Let HTTP requests with tools say so; may be called more than once.
 
     A tool call is one token sequence, which a parser reads as it arrives. The engine does not see a
-    request's tools, so vLLM's HTTP layer sets `apar_enabled` to False. `LLM.chat` does not use that
-    layer.
+    request's tools, so vLLM's HTTP layer sets `apar_tools`. `LLM.chat` does not use that layer.
     """
     # Imported here: only processes with a forking engine need vLLM's HTTP layer.
     from apar_core.vllm_names import ChatCompletionRequest, ResponsesRequest
@@ -464,16 +488,16 @@ def _keep_tool_calls_unforked() -> None:
     for request_class in (ChatCompletionRequest, ResponsesRequest):
         to_sampling_params = request_class.to_sampling_params
         if not hasattr(to_sampling_params, _WRAPPED):
-            wrapped = _without_forks_for_tools(to_sampling_params)
+            wrapped = _with_tools_noted(to_sampling_params)
             setattr(request_class, to_sampling_params.__name__, wrapped)
 
 
-def _without_forks_for_tools(to_sampling_params: Any) -> Any:
+def _with_tools_noted(to_sampling_params: Any) -> Any:
     @wraps(to_sampling_params)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = to_sampling_params(self, *args, **kwargs)
         if self.tools and self.tool_choice != "none":
-            params.extra_args = {**(params.extra_args or {}), ENABLED_ARG: False}
+            params.extra_args = {**(params.extra_args or {}), TOOLS_ARG: True}
         return params
 
     setattr(wrapped, _WRAPPED, True)

@@ -58,19 +58,22 @@ class RowProcessor(LogitsProcessor, Generic[Row]):
         process_dict_updates(self.rows, batch_update, new_row)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _BanRow:
     """One sequence; `output_ids` is vLLM's own list and grows."""
 
     parameters: ForkParameters
     starts_banned: bool
     output_ids: Sequence[int]
+    calls: bool = False
 
     def bans_fork(self) -> bool:
         """Return whether the next token of a sequence that may fork must not be a fork token."""
         if not self.output_ids:
             return self.starts_banned
-        return self.output_ids[-1] == self.parameters.fork_id
+        last_id = self.output_ids[-1]
+        self.calls = self.calls or last_id in self.parameters.call_ids
+        return self.calls or last_id == self.parameters.fork_id
 
 
 class ForkBans(RowProcessor[_BanRow]):
@@ -78,7 +81,7 @@ class ForkBans(RowProcessor[_BanRow]):
 
     Tokens that the engine forces are never sampled (APAR, section 2.2, for the child token). A fork
     token right after a control token would open a paragraph without text. A thread that may not
-    fork samples no fork token.
+    fork, or is within a tool call, samples no fork token.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -97,7 +100,8 @@ class ForkBans(RowProcessor[_BanRow]):
             return None
         # The prompt of a resumed thread may end with a fork token that it has sampled.
         starts_banned = prompt_ids is not None and any(map(parameters.is_control, prompt_ids[-1:]))
-        return _BanRow(parameters, starts_banned, output_ids)
+        calls = not set(parameters.call_ids).isdisjoint(output_ids)
+        return _BanRow(parameters, starts_banned, output_ids, calls)
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Apply vLLM's changes of the batch to the rows."""

@@ -40,6 +40,8 @@ class ForkBans(V2LogitsProcessor):
         self._kinds = torch.zeros(
             req_states.max_num_reqs, dtype=torch.int64, device=req_states.device
         )
+        # Slots whose threads have begun a tool call.
+        self._call = torch.zeros_like(self._kinds, dtype=torch.bool)
         self._staged: dict[int, int] = {}
         # All requests belong to one checkpoint, so they share their control tokens.
         self._parameters: ForkParameters | None = None
@@ -59,6 +61,7 @@ class ForkBans(V2LogitsProcessor):
         if self._staged:
             written = _on_device([[*self._staged], [*self._staged.values()]], self._kinds.device)
             self._kinds[written[0]] = written[1]
+            self._call[written[0]] = False
             self._staged.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -69,13 +72,21 @@ class ForkBans(V2LogitsProcessor):
         if self._parameters is None:
             return logits
         fork_id, banned_ids = self._parameters.fork_id, self._parameters.banned_ids
-        kinds = self._kinds[ctx.expanded_idx_mapping]
+        slots = ctx.expanded_idx_mapping
+        kinds = self._kinds[slots]
         # The first token of a child follows its seed, that of a resumed thread perhaps a fork
         # token.
         follows_control = ctx.input_ids == fork_id
         for banned_id in banned_ids:
             follows_control = follows_control | (ctx.input_ids == banned_id)
         bans_fork = (kinds == _UNFORKED) | ((kinds == _FORKING) & follows_control)
+        if self._parameters.call_ids:
+            # Engines that speculate have no such tokens, so each slot has one row.
+            calls = self._call[slots]
+            for call_id in self._parameters.call_ids:
+                calls = calls | (ctx.input_ids == call_id)
+            self._call[slots] = calls
+            bans_fork = bans_fork | calls
         for banned_id in banned_ids:
             logits[:, banned_id].masked_fill_(kinds != _FREE, -torch.inf)
         logits[:, fork_id].masked_fill_(bans_fork, -torch.inf)

@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 from apar_core.scheduler.block_sharing import ForkCounters, JoinCounters
 from apar_core.scheduler.family_reads import ask_workers
 from apar_core.scheduler.fork_admission import AdmissionCounters
-from apar_core.scheduler.fork_policy import AdaptivePolicy
 from apar_core.scheduler.thread_table import ThreadTable
 from apar_core.step_costs.costs import StepCosts
 from apar_core.vllm_names import add_utility, call_before_requests, worker_in_this_process
@@ -101,7 +100,6 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
         return CoreState(requests=len(scheduler.requests), **counts)
     groups = scheduler.threads.groups
     admission, sharing, clock = scheduler.admission, scheduler.block_sharing, scheduler.step_clock
-    policy = admission.policy
     # A thread may have ended or been preempted since.
     resting = scheduler.step_plan.resting
     num_resting = sum(request.request_id in resting for request in scheduler.running)
@@ -120,7 +118,7 @@ def core_state(scheduler: Any, family_counts: Mapping[str, int] | None = None) -
         thread_weight=scheduler.family_reads.thread_weight,
         step_s=clock.mean_s,
         steps=StepTotals(clock.num_steps, clock.num_rows, clock.busy_s),
-        step_costs=policy.learned.costs if isinstance(policy, AdaptivePolicy) else None,
+        step_costs=admission.policy.step_costs,
     )
 
 

@@ -31,6 +31,10 @@ class ForkPolicy(Protocol):
     first_token_s: float
     """Time until a request's first token that the policy may use for it."""
 
+    @property
+    def step_costs(self) -> StepCosts | None:
+        """Step costs as learned so far, None for a policy that learns none."""
+
     def step_s(self, batch: StepBatch) -> float:
         """Return the predicted time of a step with a margin; 0 while nothing can be predicted."""
 
@@ -56,6 +60,7 @@ class EagerPolicy:
 
     counts_attended = False
     token_time_s = first_token_s = math.inf
+    step_costs: StepCosts | None = None
 
     def step_s(self, batch: StepBatch) -> float:
         """Return 0."""
@@ -91,6 +96,11 @@ class AdaptivePolicy:
         self.token_time_s = token_time_s
         self.first_token_s = first_token_s
         self.learned = LearnedStepCosts() if learned is None else learned
+
+    @property
+    def step_costs(self) -> StepCosts:
+        """Step costs as learned so far; zero until enough is known."""
+        return self.learned.costs
 
     def step_s(self, batch: StepBatch) -> float:
         """Return the predicted time of a step, with the usual error of predictions as a margin."""

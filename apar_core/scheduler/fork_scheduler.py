@@ -47,6 +47,7 @@ from apar_core.scheduler.row_limits import RowWarnings
 from apar_core.scheduler.step_time import StepClock
 from apar_core.scheduler.thread_requests import (
     build_child_request,
+    end_forks,
     resumed_alone,
     resumed_threads,
     take_journal,
@@ -473,6 +474,8 @@ class ForkMixin(Scheduler):
         for index, token_id in enumerate(tokens, start=first):
             if token_id == group.parameters.fork_id:
                 self._fork(group, request, fork_index=index)
+            elif token_id in group.parameters.call_ids:
+                end_forks(request)
         return tokens, stopped
 
     def _take_marker(

@@ -100,6 +100,12 @@ class ForkSettings(BaseModel):
         description="Insert line breaks between paragraphs whose text lacks them. 'auto': only for "
         "the released checkpoints (THUDM/apar-7b, THUDM/apar-13b), which were trained this way.",
     )
+    tool_call_starts: tuple[str, ...] = Field(
+        (),
+        description="Tokens with which a tool call begins, such as <tool_call>. Requests with "
+        "tools fork until one of them; without, they do not fork. `apar serve` knows those of most "
+        "`tool_call_parser`s.",
+    )
     prompt_tokens: Path | None = Field(
         None,
         description="Folder of prompt tokens (`apar train-prompts`) for speculation with a chain "

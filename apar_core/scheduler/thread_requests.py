@@ -266,6 +266,12 @@ def _behind(parent_arrival_time: float) -> float:
     return math.nextafter(parent_arrival_time, math.inf)
 
 
+def end_forks(thread: Request) -> None:
+    """Let a thread fork no more, also if it is preempted and sent to the workers again."""
+    if thread.sampling_params is not None:
+        _set_parameters(thread.sampling_params, enabled=False)
+
+
 def _set_parameters(params: SamplingParams, **values: Any) -> None:
     """Change some of a thread's `ForkParameters`."""
     # A copy: threads share what their parameters hold.

@@ -96,7 +96,7 @@ class ThreadGroup(Generic[Child]):
         self._control_ids = self._tokens_without_text()
 
     def _tokens_without_text(self) -> Container[int]:
-        return self.parameters.control_ids
+        return (*self.parameters.control_ids, *self.parameters.call_ids)
 
     @property
     def num_waiting(self) -> int:
@@ -183,7 +183,10 @@ class ThreadGroup(Generic[Child]):
         return kept
 
     def takes_as_text(self, token_id: int) -> bool:
-        """Return whether a token is text that the request may still generate."""
+        """Return whether a token is text that the request may still generate, and nothing else.
+
+        A token that begins a tool call also ends the thread's forks.
+        """
         # Called for every row of every step.
         return (
             token_id not in self._control_ids

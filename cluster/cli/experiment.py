@@ -524,6 +524,9 @@ def goodput(
             min=50, help="Number of requests of a run, per replica; a run lasts at least 60 s."
         ),
     ] = 1000,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the draw of requests and arrivals.")
+    ] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that search in parallel.")] = 1,
 ) -> None:
     """Find the goodput of fork policies: the highest rate at which requests meet an SLO.
@@ -550,6 +553,7 @@ def goodput(
             methods=tuple(methods),
             share=share,
             requests=requests,
+            seed=seed,
         )
         report = report_goodput(settings, out, jobs, progress.start)
     show_report(report, out)

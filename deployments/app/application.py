@@ -83,7 +83,9 @@ def engine_arguments(model: ModelConfig, *, on_gpu: bool) -> dict[str, Any]:
         if model.preset.is_small or not has_compiler():
             arguments["enforce_eager"] = True
     arguments |= model.preset.engine | model.engine
-    settings = model.forks.model_dump(exclude_none=True)
+    settings = model.forks.model_dump(exclude_none=True, exclude={"tool_call_starts"})
+    if model.tool_call_starts:
+        settings["tool_call_starts"] = model.tool_call_starts
     if model.coalesce_s > 0:
         settings["output_interval_s"] = model.coalesce_s
     if model.adapters:

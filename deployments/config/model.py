@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,7 @@ from deployments.config.checkpoint_files import (
     check_name,
 )
 from deployments.config.files import ConfigError
+from deployments.config.tool_calls import CALL_STARTS
 
 DEFAULT_MODEL = "apar-tiny"
 DEFAULT_MAX_CONCURRENCY = 64
@@ -210,6 +211,13 @@ class ForkLimits(BaseModel):
         description="KV cache kept free for each running thread when a waiting request starts "
         "(tokens); by default 8. Without it, threads that grow preempt each other and are "
         "computed again. 0: as in vLLM.",
+    )
+
+    tool_call_starts: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        None,
+        description="Tokens with which a tool call begins, such as <tool_call>. Answers to "
+        "requests with tools fork until one of them; if empty, they do not fork. By default those "
+        "of `engine.tool_call_parser`.",
     )
 
     @model_validator(mode="after")
@@ -462,6 +470,14 @@ class ModelConfig(BaseModel):
             given = " x ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(f"gpus_per_replica: {num_gpus} GPUs cannot be split into {given}")
         return self
+
+    @property
+    def tool_call_starts(self) -> tuple[str, ...]:
+        """Tokens with which a tool call begins; empty if requests with tools do not fork."""
+        if self.forks.tool_call_starts is not None:
+            return self.forks.tool_call_starts
+        engine = self.preset.engine | self.engine
+        return CALL_STARTS.get(engine.get("tool_call_parser", ""), ())
 
     @property
     def num_gpus(self) -> int:

@@ -293,9 +293,11 @@ class RequestBody:
             param=max(params, key=lambda param: params[param]),
         )
 
-    @property
-    def may_fork(self) -> bool:
-        """Whether the engine would let the request fork; see `ForkInputProcessor`."""
+    def may_fork(self, *, with_tools: bool = False) -> bool:
+        """Return whether the engine would let the request fork; see `ForkInputProcessor`.
+
+        `with_tools`: whether answers that may call tools fork.
+        """
         fields = self.fields
         options = fields.get("apar")
         if isinstance(options, dict) and (
@@ -307,14 +309,18 @@ class RequestBody:
             form = form.get(name) if isinstance(form, dict) else None
         if isinstance(form, dict) and form.get("type") != "text":
             return False
-        return not self._calls_tools and not any(fields.get(name) for name in _UNFORKED_FIELDS)
+        is_free = not self._calls_tools or (with_tools and self._tool_choice in (None, "auto"))
+        return is_free and not any(fields.get(name) for name in _UNFORKED_FIELDS)
 
     @property
     def _calls_tools(self) -> bool:
+        return bool(self.fields.get("tools")) and self._tool_choice != "none"
+
+    @property
+    def _tool_choice(self) -> Any:
         choice = self.fields.get("tool_choice")
         # Anthropic's form of it is an object.
-        choice = choice.get("type") if isinstance(choice, dict) else choice
-        return bool(self.fields.get("tools")) and choice != "none"
+        return choice.get("type") if isinstance(choice, dict) else choice
 
     @property
     def can_continue(self) -> bool:
@@ -384,6 +390,8 @@ class RequestBody:
         cache_salt: str | None = None,
         adapter: str | None = None,
         options: RequestOptions = NO_OPTIONS,
+        *,
+        forks_with_tools: bool = False,
     ) -> RequestHint:
         """Return the hint for the router; of several prompts, it describes the first.
 
@@ -416,7 +424,7 @@ class RequestBody:
             prompt_tokens=num_tokens,
             max_tokens=self.max_tokens,
             prefix_hashes=_first_and_last(hashes),
-            may_fork=self.may_fork,
+            may_fork=self.may_fork(with_tools=forks_with_tools),
             prefix_tokens=_first_and_last(covered),
             num_choices=self.num_choices,
             expected_tokens=options.expected_tokens,

@@ -387,7 +387,9 @@ class Gateway:
                 model=None if name == body.model else name,
                 deadlines=options.deadlines(exchange.arrived_at_s),
             ),
-            body.hint(cache_salt, adapter, options),
+            body.hint(
+                cache_salt, adapter, options, forks_with_tools=model.settings.forks_with_tools
+            ),
             streams=route.forks and body.streams,
             continuable=route.forks and body.can_continue,
         )

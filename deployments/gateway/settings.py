@@ -29,7 +29,7 @@ class ServedModel(BaseModel):
     """A model's name, its adapters' names, its deployment, and the limits of its queue.
 
     `replicas` is the assumed number of running replicas until Ray Serve reports it; `wanted` is the
-    minimum that should run.
+    minimum that should run. `forks_with_tools`: whether answers that may call tools fork.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,6 +42,7 @@ class ServedModel(BaseModel):
     requests_per_replica: PositiveInt
     max_queued: NonNegativeInt
     max_queue_s: PositiveFloat = 60.0
+    forks_with_tools: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig) -> "ServedModel":
@@ -55,6 +56,7 @@ class ServedModel(BaseModel):
             requests_per_replica=model.requests_per_replica,
             max_queued=model.max_queued_requests,
             max_queue_s=model.max_queue_s,
+            forks_with_tools=bool(model.tool_call_starts),
         )
 
 

@@ -120,7 +120,8 @@ class GoodputSettings:
     """What is searched: SLOs, methods, and the size of a run.
 
     base: cluster and recorded data; its rates, policies and duration are unused.
-    share: of the requests that must meet the SLO. requests: of a run, per replica.
+    share: of the requests that must meet the SLO. requests: of a run, per replica. seed: of the
+    draw of requests and arrivals.
     """
 
     base: SimulationSettings
@@ -128,6 +129,7 @@ class GoodputSettings:
     methods: tuple[str, ...] = tuple(METHODS)
     share: float = 0.95
     requests: int = 1000
+    seed: int = 0
 
     @property
     def first_token_s(self) -> float:
@@ -154,6 +156,7 @@ class GoodputSettings:
             "slos": "; ".join(self.slos),
             "share": str(self.share),
             "requests": str(self.requests),
+            "seed": str(self.seed),
         }
 
     @property
@@ -261,7 +264,9 @@ def nominal_requests(
     (replicas,) = settings.base.replicas
     rate = _START * capacity
     number = max(settings.requests * replicas, _LEAST_S * capacity)
-    return data.workload(0).requests([(number / rate, rate)], forked=method not in _UNFORKED)
+    return data.workload(settings.seed).requests(
+        [(number / rate, rate)], forked=method not in _UNFORKED
+    )
 
 
 def scaled(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:

@@ -64,8 +64,10 @@ class Started:
 
     def _start(self, flags: str) -> None:
         before = self.pid(LATEST)
-        actor = f"'{self.folder}/haproxy' -db -f '{self.configuration}' {flags}; sleep 600"
-        command = ["sh", "-c", f'sh -c "{actor}"; sleep 600']
+        # The folder in the command's line lets the fixture find it.
+        lives_on = f"tail -f '{self.configuration}'"
+        actor = f"'{self.folder}/haproxy' -db -f '{self.configuration}' {flags}; {lives_on}"
+        command = ["sh", "-c", f'sh -c "{actor}"; {lives_on}']
         process = subprocess.Popen(command, env=os.environ | {"APAR_HAPROXY_STANDBY": "1"})
         self.nodes.append(psutil.Process(process.pid))
         until(lambda: self.pid_at_the_control_socket() == self.pid(LATEST) != before)

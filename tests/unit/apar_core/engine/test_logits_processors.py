@@ -68,6 +68,10 @@ def banned(processor: LogitsProcessor, num_rows: int = 1) -> list[set[int]]:
         (forking(**PADOC, thread_path=[0]), [9, FORK], [10], {FORK}),
         # A seed of two markers.
         (forking(seed_ids=[CHILD, 7], banned_ids=[CHILD, 7]), [9, 7], [], {CHILD, 7, FORK}),
+        # Within a tool call, also of a thread that was preempted in it; not after one in the chat.
+        (forking(call_ids=[8]), [9], [10, 8], {CHILD, FORK}),
+        (forking(call_ids=[8]), [9], [8, 10, 11], {CHILD, FORK}),
+        (forking(call_ids=[8]), [8, 9], [10], {CHILD}),
     ],
 )
 def test_control_tokens_are_banned_where_they_cannot_stand(
@@ -117,6 +121,20 @@ def test_bans_follow_the_growing_output_of_each_row() -> None:
     bans.update_state(None)
 
     assert banned(bans, 2) == [{CHILD, FORK}, {CHILD, FORK}]
+
+
+def test_a_thread_that_has_begun_a_tool_call_forks_no_more() -> None:
+    generated: list[int] = [10]
+    bans = ForkBans(NO_CONFIG, CPU, False)
+    bans.update_state(added((forking(call_ids=[8]), [9], generated), (forking(), [9], [10])))
+    found = [banned(bans, 2)]
+
+    for token in (8, 11, 12):
+        generated.append(token)
+        bans.update_state(None)
+        found.append(banned(bans, 2))
+
+    assert found == [[{CHILD}, {CHILD}], *3 * [[{CHILD, FORK}, {CHILD}]]]
 
 
 def test_rows_of_ordinary_models_are_left_alone() -> None:

@@ -186,6 +186,24 @@ def test_a_slot_takes_the_bans_of_its_next_request() -> None:
     assert runner.banned(["b", "c"]) == [{CHILD, FORK}, set()]
 
 
+def test_a_thread_that_has_begun_a_tool_call_forks_no_more() -> None:
+    calls = {"call_ids": [8]}
+    runner = Runner()
+    runner.add("a", Thread(forking(**calls), [9], [10]))
+    runner.add("b", Thread(forking(**calls), [9], [10]))
+    found = [runner.banned(["a", "b"])]
+    for token in (8, 11, 12):
+        runner.threads["a"].generated.append(token)
+        found.append(runner.banned(["b", "a"]))
+    slot = runner.states.req_id_to_index["a"]
+    runner.remove("a")
+    runner.add("c", Thread(forking(**calls), [8, 9]))
+
+    assert found == [[{CHILD}, {CHILD}], *3 * [[{CHILD}, {CHILD, FORK}]]]
+    assert runner.states.req_id_to_index["c"] == slot
+    assert runner.banned(["b", "c"]) == [{CHILD}, {CHILD}]
+
+
 def test_drafted_tokens_are_checked_too() -> None:
     runner = Runner()
     runner.add("a", Thread(forking(), [9], [10]))
@@ -227,7 +245,11 @@ def test_a_replay_starts_behind_the_prompt_and_goes_on_after_a_preemption() -> N
 
 # Requests of one checkpoint.
 ARGUMENTS = st.sampled_from(
-    [forking(), forking(enabled=False), forking(children_fork=False, thread_path=[0])]
+    [
+        forking(call_ids=[12]),
+        forking(call_ids=[12], enabled=False),
+        forking(call_ids=[12], children_fork=False, thread_path=[0]),
+    ]
 )
 TEXT = st.lists(st.sampled_from([FORK, 10, 11, 12]), max_size=5)
 

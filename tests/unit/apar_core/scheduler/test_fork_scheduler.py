@@ -1,9 +1,12 @@
 """Forks in vLLM's real scheduler and KV cache manager, driven by a scripted model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from apar_core.fork_parameters import ForkParameters
+from apar_core.tree.thread_names import child_request_id
 from tests.fakes.scripted_engine import (
     END,
     FIRST_TEXT_ID,
@@ -54,6 +57,41 @@ def test_fork_computes_two_tokens_and_copies_at_most_one_block(model_dir: Path) 
     assert counters.copied_blocks == 1
     assert counters.fallbacks == 0
     assert engine.scheduler.num_generated_tokens == sum(map(len, SCRIPT.values()))
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_thread_that_begins_a_tool_call_is_sent_to_the_workers_as_one_that_forks_no_more(
+    model_dir: Path, run_ahead: bool
+) -> None:
+    call_id = 40
+    engine = ScriptedEngine(EngineShape(run_ahead=run_ahead), model_dir)
+    script = {
+        "": [10, FORK, 11, call_id, *range(50, 70), END],
+        "0": [20, 21, FORK, 22, END],
+        "0.0": [30, 31, END],
+    }
+    engine.add("a", PROMPT, script, parameters=replace(fork_parameters(), call_ids=(call_id,)))
+    # As long as it generates after the token.
+    may_fork = []
+    while call_id not in engine.scheduler.requests["a"].output_token_ids:
+        may_fork.append(sent_parameters(engine, "a").may_fork)
+        engine.step()
+
+    assert may_fork
+    assert all(may_fork)
+    assert not sent_parameters(engine, "a").may_fork
+    assert sent_parameters(engine, child_request_id("a", 0)).may_fork
+    engine.run()
+    assert engine.texts["a"] == [10, 20, 21, 30, 31, 22, 11, call_id, *range(50, 70)]
+    engine.assert_nothing_is_left()
+
+
+def sent_parameters(engine: ScriptedEngine, request_id: str) -> ForkParameters:
+    params = engine.scheduler.requests[request_id].sampling_params
+    assert params is not None
+    parameters = ForkParameters.from_extra_args(params.extra_args)
+    assert parameters is not None
+    return parameters
 
 
 @pytest.mark.parametrize(("run_ahead", "num_blocks"), [(False, 2 + 2), (True, 1 + 2)])

@@ -197,6 +197,30 @@ def test_fork_limits_are_merged_into_additional_config() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("forks", "parser", "expected"),
+    [
+        ({}, None, ()),
+        ({}, "hermes", ("<tool_call>",)),
+        # A call of this parser is recognised by its text.
+        ({}, "pythonic", ()),
+        ({"tool_call_starts": []}, "hermes", ()),
+        ({"tool_call_starts": ["<call>", "<do>"]}, "pythonic", ("<call>", "<do>")),
+    ],
+)
+def test_an_engine_knows_the_tokens_with_which_a_tool_call_begins(
+    forks: dict[str, Any], parser: str | None, expected: tuple[str, ...]
+) -> None:
+    engine = {} if parser is None else {"tool_call_parser": parser}
+    model = ModelConfig.model_validate({"forks": forks, "engine": engine})
+
+    arguments = engine_arguments(model, on_gpu=False)
+
+    read = fork_settings(VllmConfig(additional_config=arguments["additional_config"]))
+    assert read.tool_call_starts == expected
+    assert ServedModel.of(model).forks_with_tools is bool(expected)
+
+
 def test_tokens_that_are_sent_at_once_leave_the_engine_core_at_once() -> None:
     assert "additional_config" not in engine_arguments(ModelConfig(coalesce_s=0), on_gpu=True)
 

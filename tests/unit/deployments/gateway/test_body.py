@@ -118,6 +118,26 @@ def test_hint_says_whether_the_request_may_fork(fields: dict[str, Any], expected
 
 
 @pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"tool_choice": "auto"}, True),
+        ({"tool_choice": "none"}, True),
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, False),
+        ({"tool_choice": {"type": "auto"}}, True),
+        ({"response_format": {"type": "json_object"}}, False),
+    ],
+)
+def test_answers_of_a_model_with_marked_calls_fork_until_a_call(
+    fields: dict[str, Any], expected: bool
+) -> None:
+    body = parsed(chat("u", tools=[{}], **fields))
+
+    assert body.hint(None, forks_with_tools=True).may_fork is expected
+
+
+@pytest.mark.parametrize(
     ("body", "tokens", "choices"),
     [
         ({"prompt": "x" * 400}, 104, 1),
@@ -291,7 +311,7 @@ def test_prompts_of_every_shape_are_counted(
 def test_a_constrained_answer_of_any_api_does_not_fork(
     shape: BodyShape, fields: dict[str, Any], expected: bool
 ) -> None:
-    assert RequestBody(json.dumps(fields).encode(), shape).may_fork is expected
+    assert RequestBody(json.dumps(fields).encode(), shape).may_fork() is expected
 
 
 def test_each_api_has_its_own_limit_on_tokens() -> None:
