@@ -65,12 +65,11 @@ soak: $(INSTALLED) ## Serve mixed load for SOAK_MINUTES=30 and watch every proce
 fuzz: $(INSTALLED) ## Fuzz the HTTP API from its OpenAPI description
 	APAR_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/integration/serving/test_fuzz.py
 
-dashboards: $(INSTALLED) ## Write the metrics reference, Grafana's dashboards and Prometheus' rules
+dashboards: $(INSTALLED) ## Write the metrics reference and Grafana's dashboards
 	$(BIN)/python -m deployments.metrics
 	$(BIN)/python -m dashboards.grafana
-	$(BIN)/python -m dashboards.prometheus
 
-k8s: $(INSTALLED) ## Write the rules as a Kubernetes object
+k8s: $(INSTALLED) ## Write Prometheus' rules as a Kubernetes object
 	$(BIN)/python -m k8s
 
 sizing: $(INSTALLED) ## Write k8s/SIZING.md, plans for common models (5 minutes on 2 cores)

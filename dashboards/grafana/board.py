@@ -17,62 +17,46 @@ OUR_ALERTS = f'alertname=~"Apar.+",{IN_CLUSTERS}'
 """Matches only the alerts of dashboards/prometheus in the selected clusters."""
 
 
-class Panel(Builder[dashboard.Panel]):
-    """Panel with an id, which Grafana's links to a single panel need."""
-
-    def __init__(self, panel: Builder[dashboard.Panel], number: int) -> None:
-        self._panel = panel
-        self._number = number
-
-    def build(self) -> dashboard.Panel:
-        """Build the panel and set its id."""
-        built = self._panel.build()
-        built.id_val = self._number
-        return built
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a heading; `repeat` names a variable to repeat the row for."""
+    """Panels under a heading."""
 
     title: str
     panels: Sequence[Builder[dashboard.Panel]]
-    repeat: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A dashboard; `uid` is part of its URL, `since` the start of its default time range."""
+    """A dashboard; `uid` is part of its URL."""
 
     uid: str
     title: str
     description: str
     rows: Sequence[Row]
-    since: str = "now-1h"
 
     def build(self) -> dashboard.Dashboard:
         """Build the dashboard and number its panels in order."""
-        built = (
+        builder = (
             frame.Dashboard(self.title)
             .uid(self.uid)
             .description(self.description)
             .tags([TAG])
-            .time(self.since, "now")
+            .time("now-1h", "now")
             .refresh(REFRESH)
             .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
             .link(_link())
             .annotations(_annotations())
             .variables(_variables())
         )
-        number = 0
         for row in self.rows:
-            number += 1
-            heading = frame.Row(row.title).id(number)
-            built = built.with_row(heading.repeat(row.repeat) if row.repeat else heading)
+            builder = builder.with_row(frame.Row(row.title))
             for panel in row.panels:
-                number += 1
-                built = built.with_panel(Panel(panel, number))
-        return built.build()
+                builder = builder.with_panel(panel)
+        built = builder.build()
+        # Grafana's links to a single panel need ids.
+        for number, each in enumerate(built.panels or (), start=1):
+            each.id_val = number
+        return built
 
 
 def _variables() -> list[Builder[dashboard.VariableModel]]:

@@ -1,14 +1,16 @@
-"""The engineer's dashboard: how models fork, what forking saves, what happens in the KV cache."""
+"""The engineer's dashboard: how models fork, what it saves, and what happens in the KV cache."""
 
 from grafana_foundation_sdk.models import units
 
 from dashboards.grafana.board import Board, Row
+from dashboards.grafana.figure5 import figure5
 from dashboards.grafana.panels import (
     BLOCKS,
     BLOCKS_PER_S,
     FORKS_PER_S,
     JOINS_PER_S,
     LEVELS,
+    REQUESTS,
     ROWS_PER_S,
     SECONDS,
     SHARE,
@@ -55,6 +57,8 @@ def forks() -> Board:
             Row("Savings over sequential decoding", _savings()),
             Row("KV cache", _cache()),
             Row("Engine", _engine()),
+            Row("Replicas compared", _by_replica()),
+            Row("Figure 5 and tables 2 and 1 of the paper", figure5()),
         ),
     )
 
@@ -216,7 +220,22 @@ def _cache() -> list[AnyPanel]:
             stacked=True,
             colours={"held": "blue", "free": "green"},
         ),
-        shared_blocks(),
+        lines(
+            Text(
+                "Blocks shared, copied, released early",
+                "KV blocks per second: shared by parents with children, copied because they were "
+                "half full, and released by threads that ended before their request. With "
+                "`attention: family`, also the block reads per layer that were not needed, and the "
+                "rows that shared them.",
+                BLOCKS_PER_S,
+            ),
+            Query(rate(of.KV_SHARED_BLOCKS), "shared"),
+            Query(rate(of.KV_COPIED_BLOCKS), "copied"),
+            Query(rate(of.KV_RELEASED_EARLY_BLOCKS), "released early"),
+            Query(rate(of.FAMILY_SAVED_BLOCKS), "reads saved"),
+            Query(rate(of.FAMILY_ROWS), "rows in families"),
+            right_axis={"E": ROWS_PER_S},
+        ),
         lines(
             Text(
                 "Blocks per fork",
@@ -227,7 +246,19 @@ def _cache() -> list[AnyPanel]:
             Query(ratio(rate(of.KV_SHARED_BLOCKS, "model"), opened), "{{model}} shared"),
             Query(ratio(rate(of.KV_COPIED_BLOCKS, "model"), opened), "{{model}} copied"),
         ),
-        joins(),
+        lines(
+            Text(
+                "Joins",
+                "For formats whose parent waits for its children: joins per second, and the tokens "
+                "before the threads that continue, reused from the KV cache or computed. "
+                "Discarded: generated tokens of list items after the end of their list.",
+                TOKENS_PER_S,
+            ),
+            Query(rate(of.JOINS), "joins"),
+            Query(rate(of.JOIN_TOKENS, "outcome"), "tokens {{outcome}}"),
+            Query(rate(of.DISCARDED_TOKENS), "tokens discarded"),
+            right_axis={"A": JOINS_PER_S},
+        ),
         lines(
             Text(
                 "Preemptions",
@@ -251,77 +282,72 @@ def _cache() -> list[AnyPanel]:
     ]
 
 
-def shared_blocks(span: int = 8, height: int = 8) -> AnyPanel:
-    """Build the panel of KV blocks that forks share, copy and release early."""
-    return lines(
-        Text(
-            "Blocks shared, copied, released early",
-            "KV blocks per second: shared by parents with children, copied because they were "
-            "half full, and released by threads that ended before their request. With `attention: "
-            "family`, also the block reads per layer that were not needed, and the rows that "
-            "shared them.",
-            BLOCKS_PER_S,
-            span,
-            height,
-        ),
-        Query(rate(of.KV_SHARED_BLOCKS), "shared"),
-        Query(rate(of.KV_COPIED_BLOCKS), "copied"),
-        Query(rate(of.KV_RELEASED_EARLY_BLOCKS), "released early"),
-        Query(rate(of.FAMILY_SAVED_BLOCKS), "reads saved"),
-        Query(rate(of.FAMILY_ROWS), "rows in families"),
-        right_axis={"E": ROWS_PER_S},
-    )
-
-
-def joins(span: int = 8, height: int = 8) -> AnyPanel:
-    """Build the panel of threads that continue after their children's texts."""
-    return lines(
-        Text(
-            "Joins",
-            "For formats whose parent waits for its children: joins per second, and the tokens "
-            "before the threads that continue, reused from the KV cache or computed. Discarded: "
-            "generated tokens of list items after the end of their list.",
-            TOKENS_PER_S,
-            span,
-            height,
-        ),
-        Query(rate(of.JOINS), "joins"),
-        Query(rate(of.JOIN_TOKENS, "outcome"), "tokens {{outcome}}"),
-        Query(rate(of.DISCARDED_TOKENS), "tokens discarded"),
-        right_axis={"A": JOINS_PER_S},
-    )
-
-
 def _engine() -> list[AnyPanel]:
     return [
         lines(
             Text("Steps", "Forward passes per second, over all replicas.", STEPS_PER_S),
             Query(rate(of.ENGINE_STEPS, "model"), "{{model}}"),
         ),
-        tokens_per_step("model"),
-        time_per_step("model"),
+        lines(
+            Text(
+                "Tokens per step",
+                "Generated tokens per forward pass, that is, threads per batch.",
+                TOKENS,
+            ),
+            Query(_per_step(of.GENERATED_TOKENS, "model"), "{{model}}"),
+        ),
+        lines(
+            Text("Time per step", "Mean time of a forward pass.", SECONDS),
+            Query(_per_step(of.ENGINE_BUSY_SECONDS, "model"), "{{model}}"),
+        ),
     ]
 
 
-def tokens_per_step(*by: str, span: int = 8, height: int = 8) -> AnyPanel:
-    """Build the panel of the tokens that one forward pass generates."""
-    tokens = ratio(rate(of.GENERATED_TOKENS, *by), rate(of.ENGINE_STEPS, *by))
-    return lines(
-        Text(
-            "Tokens per step",
-            "Generated tokens per forward pass, that is, threads per batch.",
-            TOKENS,
-            span,
-            height,
+def _per_step(counter: Metric, by: str) -> str:
+    return ratio(rate(counter, by), rate(of.ENGINE_STEPS, by))
+
+
+def _by_replica() -> list[AnyPanel]:
+    """Compare replicas. To see all of this dashboard for one of them, select it at the top."""
+    saved = saving(of.ATTENDED_TOKENS, of.SEQUENTIAL_ATTENDED_TOKENS, "replica")
+    values = {
+        "Requests": ("Requests in the replica.", REQUESTS, level(of.REPLICA_REQUESTS, "replica")),
+        "Engine requests": (
+            "Requests in the engine, each once with all its threads; each choice of `n` counts.",
+            REQUESTS,
+            level(of.ENGINE_REQUESTS, "replica"),
         ),
-        Query(tokens, "{{model}}" if by else "tokens"),
-    )
-
-
-def time_per_step(*by: str, span: int = 8, height: int = 8) -> AnyPanel:
-    """Build the panel of the mean duration of a forward pass."""
-    seconds = ratio(rate(of.ENGINE_BUSY_SECONDS, *by), rate(of.ENGINE_STEPS, *by))
-    return lines(
-        Text("Time per step", "Mean time of a forward pass.", SECONDS, span, height),
-        Query(seconds, "{{model}}" if by else "step"),
-    )
+        "Threads": ("Threads in all states.", THREADS, level(of.THREADS, "replica")),
+        "KV cache": ("Share of KV blocks held.", SHARE, level(of.KV_CACHE_USAGE, "replica")),
+        "Tokens": ("Tokens of all threads.", TOKENS_PER_S, rate(of.GENERATED_TOKENS, "replica")),
+        "Tokens of children": (
+            "Tokens of threads that forks have opened, counted when they end.",
+            TOKENS_PER_S,
+            rate(of.CHILD_TOKENS, "replica"),
+        ),
+        "Forks": ("Forks requested.", FORKS_PER_S, rate(of.FORKS, "replica")),
+        "Utilization": (
+            "Share of time in forward passes.",
+            SHARE,
+            rate(of.ENGINE_BUSY_SECONDS, "replica"),
+        ),
+        "Savings": ("Share of attended tokens saved by forking.", SHARE, saved),
+        "Time per step": (
+            "Mean time of a forward pass.",
+            SECONDS,
+            _per_step(of.ENGINE_BUSY_SECONDS, "replica"),
+        ),
+        "Tokens per step": (
+            "Generated tokens per forward pass.",
+            TOKENS,
+            _per_step(of.GENERATED_TOKENS, "replica"),
+        ),
+    }
+    return [
+        lines(
+            Text(f"{title} by replica", description, unit),
+            Query(expression, "{{replica}}"),
+            at_least=1 if unit is SHARE else None,
+        )
+        for title, (description, unit, expression) in values.items()
+    ]

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from dashboards.grafana.figure5 import figure5
 from dashboards.grafana.forks import forks
 from dashboards.grafana.overview import overview
-from dashboards.grafana.replicas import replicas
 
 FOLDER = Path(__file__).with_name("json")
 
@@ -17,7 +15,7 @@ def dashboards() -> dict[str, str]:
     """Map the uid of each dashboard, which is also its file name, to its JSON text."""
     return {
         board.uid: json.dumps(board.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
-        for board in (overview(), forks(), figure5(), replicas())
+        for board in (overview(), forks())
     }
 
 

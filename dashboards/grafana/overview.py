@@ -40,13 +40,16 @@ from dashboards.grafana.promql import (
     selector,
     total,
 )
-from dashboards.prometheus import RuleSettings
-from dashboards.prometheus.objectives import Objective, objectives
 from deployments.metrics import catalogue as of
 from deployments.metrics.catalogue import Metric
 
-ALERTING = RuleSettings()
-CACHE_LIMITS: Limits = ((0.85, "orange"), (ALERTING.kv_cache_usage, "red"))
+# As in dashboards/prometheus/rules/objectives.yml.
+BUDGET_PERIOD = "30d"
+ERROR_BUDGET = 0.001
+LATENCY_BUDGET = 0.05
+FIRST_TOKEN_S = 2.5
+OUTPUT_TOKEN_S = 0.1
+CACHE_LIMITS: Limits = ((0.85, "orange"), (0.95, "red"))
 """AparKvCacheNearlyFull fires from the red bound on."""
 OUTCOME_COLOURS = {
     "ok": "green",
@@ -55,7 +58,7 @@ OUTCOME_COLOURS = {
     "cancelled": "purple",
 }
 REPLICA_URL = (
-    "/d/apar-replicas/?var-replica=${__value.text}&${datasource:queryparam}&${__url_time_range}"
+    "/d/apar-forks/?var-replica=${__value.text}&${datasource:queryparam}&${__url_time_range}"
 )
 
 
@@ -77,53 +80,61 @@ def overview() -> Board:
     )
 
 
-BUDGET_PERIOD = "30d"
-
-
 def _objectives() -> list[AnyPanel]:
-    errors, first, output = objectives(ALERTING)
     answered = total(_gained(of.REQUESTS, "", 'outcome=~"ok|server_error|cancelled"'))
     failed = total(_gained(of.REQUESTS, "", 'outcome="server_error"'))
-    shares = {
-        "Errors": (errors, ratio(failed, answered)),
-        "First token": (first, _slow(of.TIME_TO_FIRST_TOKEN, ALERTING.first_token_s)),
-        "Token time": (output, _slow(of.TIME_PER_CRITICAL_PATH_TOKEN, ALERTING.output_token_s)),
-    }
-    height = 6
-    left = [
-        stat(
+    return [
+        _budget_left(
+            "Errors",
+            f"{1 - ERROR_BUDGET:g} of requests without a server error",
+            "end with a server error",
+            ratio(failed, answered),
+            ERROR_BUDGET,
+        ),
+        _budget_left(
+            "First token",
+            f"{1 - LATENCY_BUDGET:g} of requests within {FIRST_TOKEN_S} s",
+            f"wait longer than {FIRST_TOKEN_S} s for their first token",
+            _slow(of.TIME_TO_FIRST_TOKEN, FIRST_TOKEN_S),
+            LATENCY_BUDGET,
+        ),
+        _budget_left(
+            "Token time",
+            f"{1 - LATENCY_BUDGET:g} of requests within {OUTPUT_TOKEN_S} s",
+            f"take longer than {OUTPUT_TOKEN_S} s per token of their critical path",
+            _slow(of.TIME_PER_CRITICAL_PATH_TOKEN, OUTPUT_TOKEN_S),
+            LATENCY_BUDGET,
+        ),
+        lines(
             Text(
-                f"{title}: budget left",
-                f"Objective: {objective.goal}. Share of the error budget of {BUDGET_PERIOD} that "
-                f"is left; requests that {objective.bad} use it up.",
-                SHARE,
-                4,
-                height,
+                "Burn rate of the error budgets (1 h)",
+                "How many times too fast the budgets are used up: at 1 they last exactly the "
+                "month. Alerts fire at 1 over 3 days, 6 over 6 hours and 14.4 over 1 hour.",
+                TIMES,
+                12,
+                6,
             ),
-            Query(f"1 - ({bad}) / {objective.budget:.6g}", ""),
-            limits=((0.0, "orange"), (0.5, "green")),
-            base="red",
-            instant=True,
-        )
-        for title, (objective, bad) in shares.items()
+            _burn("server_errors", ERROR_BUDGET, "Errors"),
+            _burn("slow_first_tokens", LATENCY_BUDGET, "First token"),
+            _burn("slow_output_tokens", LATENCY_BUDGET, "Token time"),
+            at_least=2,
+            limits=((1.0, "orange"), (14.4, "red")),
+        ),
     ]
-    burns = lines(
-        Text(
-            "Burn rate of the error budgets (1 h)",
-            "How many times too fast the budgets are used up: at 1 they last exactly the month. "
-            "Alerts fire at 1 over 3 days, 6 over 6 hours and 14.4 over 1 hour.",
-            TIMES,
-            12,
-            height,
-        ),
-        *(
-            Query(_burn(objective), f"{{{{model}}}} {title}")
-            for title, (objective, _) in shares.items()
-        ),
-        at_least=2,
-        limits=((1.0, "orange"), (14.4, "red")),
+
+
+def _budget_left(title: str, goal: str, bad: str, bad_share: str, budget: float) -> AnyPanel:
+    description = (
+        f"Objective: {goal}. Share of the error budget of {BUDGET_PERIOD} that is left; requests "
+        f"that {bad} use it up."
     )
-    return [*left, burns]
+    return stat(
+        Text(f"{title}: budget left", description, SHARE, 4, 6),
+        Query(f"1 - ({bad_share}) / {budget}", ""),
+        limits=((0.0, "orange"), (0.5, "green")),
+        base="red",
+        instant=True,
+    )
 
 
 def _gained(metric: Metric, series: str, *matchers: str) -> str:
@@ -136,9 +147,9 @@ def _slow(histogram: Metric, bound_s: float) -> str:
     return f"1 - {ratio(quick, total(_gained(histogram, '_count')))}"
 
 
-def _burn(objective: Objective) -> str:
-    record = f'{objective.record("1h")}{{{IN_CLUSTERS},model=~"$model"}}'
-    return f"{total(record, 'model', how='max')} / {objective.budget:.6g}"
+def _burn(objective: str, budget: float, title: str) -> Query:
+    record = f'model:apar_{objective}:ratio_rate1h{{{IN_CLUSTERS},model=~"$model"}}'
+    return Query(f"{total(record, 'model', how='max')} / {budget}", f"{{{{model}}}} {title}")
 
 
 def _now() -> list[AnyPanel]:
@@ -162,7 +173,6 @@ def _now() -> list[AnyPanel]:
             ),
             Query(ratio(failed, ended), ""),
             limits=((0.001, "orange"), (0.01, "red")),
-            base="green",
         ),
         stat(
             Text(
@@ -173,8 +183,7 @@ def _now() -> list[AnyPanel]:
                 height,
             ),
             Query(quantile(0.9, of.TIME_TO_FIRST_TOKEN), ""),
-            limits=((ALERTING.first_token_s, "orange"), (10, "red")),
-            base="green",
+            limits=((FIRST_TOKEN_S, "orange"), (10, "red")),
         ),
         stat(
             Text(
@@ -202,7 +211,6 @@ def _now() -> list[AnyPanel]:
             Text("Queued", "Requests queued in the gateway.", REQUESTS, 3, height),
             Query(level(of.REQUESTS_QUEUED), ""),
             limits=((1, "orange"), (100, "red")),
-            base="green",
         ),
         stat(
             Text("Replicas", "Replicas that accept requests.", REPLICAS, 4, height),

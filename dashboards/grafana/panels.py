@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from grafana_foundation_sdk.builders import bargauge as bars
 from grafana_foundation_sdk.builders import common as shared
 from grafana_foundation_sdk.builders import dashboard as frame
 from grafana_foundation_sdk.builders import gauge as gauges
@@ -23,9 +22,7 @@ IDLE = "idle"
 
 AnyPanel = Builder[dashboard.Panel]
 """Common type of all panel builders."""
-Framed = TypeVar(
-    "Framed", plots.Panel, stats.Panel, gauges.Panel, heatmaps.Panel, tables.Panel, bars.Panel
-)
+Framed = TypeVar("Framed", plots.Panel, stats.Panel, gauges.Panel, heatmaps.Panel, tables.Panel)
 Limits = tuple[tuple[float, str], ...]
 """Pairs of a lower bound and the colour from there on; below the first bound it is green."""
 
@@ -135,8 +132,18 @@ def lines(
         .fill_opacity(70 if stacked else 8)
         .show_points(common.VisibilityMode.AUTO)
         .axis_label(text.unit.axis)
-        .legend(_legend())
-        .tooltip(_tooltip())
+        .legend(
+            shared.VizLegendOptions()
+            .display_mode(common.LegendDisplayMode.LIST)
+            .placement(common.LegendPlacement.BOTTOM)
+            .show_legend(True)
+            .calcs([])
+        )
+        .tooltip(
+            shared.VizTooltipOptions()
+            .mode(common.TooltipDisplayMode.MULTI)
+            .sort(common.SortOrder.DESCENDING)
+        )
         .thresholds(thresholds(limits))
         .color_scheme(frame.FieldColor().mode(dashboard.FieldColorModeId.PALETTE_CLASSIC))
     )
@@ -164,16 +171,19 @@ def stat(
     query: Query,
     *,
     limits: Limits = (),
-    base: str = "blue",
+    base: str | None = None,
     instant: bool = False,
     decimals: int | None = None,
 ) -> stats.Panel:
-    """Show the newest value as a number; `instant` if the expression covers the whole range."""
+    """Show the newest value as a number; `instant` if the expression covers the whole range.
+
+    `base` is the colour below the first of the limits: by default green, or blue without limits.
+    """
     panel = (
         framed(stats.Panel(), text)
         .unit(text.unit.grafana)
         .no_value(IDLE)
-        .thresholds(thresholds(limits, base))
+        .thresholds(thresholds(limits, base or ("green" if limits else "blue")))
         .color_mode(common.BigValueColorMode.VALUE)
         .graph_mode(common.BigValueGraphMode.NONE if instant else common.BigValueGraphMode.AREA)
         .reduce_options(last_value())
@@ -233,24 +243,6 @@ def letter(number: int) -> str:
 
 def last_value() -> shared.ReduceDataOptions:
     return shared.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
-
-
-def _legend() -> shared.VizLegendOptions:
-    return (
-        shared.VizLegendOptions()
-        .display_mode(common.LegendDisplayMode.LIST)
-        .placement(common.LegendPlacement.BOTTOM)
-        .show_legend(True)
-        .calcs([])
-    )
-
-
-def _tooltip() -> shared.VizTooltipOptions:
-    return (
-        shared.VizTooltipOptions()
-        .mode(common.TooltipDisplayMode.MULTI)
-        .sort(common.SortOrder.DESCENDING)
-    )
 
 
 def _fixed_colour(colour: str) -> dashboard.DynamicConfigValue:
@@ -313,36 +305,6 @@ def table(
         link = dashboard.DynamicConfigValue(id_val="links", value=[{"title": name, "url": url}])
         panel = panel.override_by_name(title, [link])
     return panel
-
-
-def bar_row(
-    text: Text, *queries: Query, colour: str = "blue", decimals: int | None = None
-) -> bars.Panel:
-    """Show one horizontal bar per query."""
-    panel = (
-        framed(bars.Panel(), text)
-        .unit(text.unit.grafana)
-        .min(0)
-        .no_value(IDLE)
-        .thresholds(thresholds((), base=colour))
-        .display_mode(common.BarGaugeDisplayMode.BASIC)
-        .orientation(common.VizOrientation.HORIZONTAL)
-        .show_unfilled(False)
-        .sizing(common.BarGaugeSizing.MANUAL)
-        .min_viz_height(16)
-        .max_viz_height(32)
-        .legend(
-            shared.VizLegendOptions()
-            .display_mode(common.LegendDisplayMode.LIST)
-            .placement(common.LegendPlacement.BOTTOM)
-            .show_legend(False)
-            .calcs([])
-        )
-        .reduce_options(last_value())
-    )
-    for number, query in enumerate(queries):
-        panel = panel.with_target(target(query, letter(number), instant=True))
-    return panel if decimals is None else panel.decimals(decimals)
 
 
 def _columns(keys: Mapping[str, str], columns: Sequence[Column]) -> dashboard.DataTransformerConfig:

@@ -5,8 +5,8 @@ Source of the intervals: Grafana's documentation of `$__interval` and `$__rate_i
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -24,7 +24,7 @@ class QueryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PanelQuery:
-    """Query of a panel with its variables; `repeat` is the variable that repeats its row."""
+    """Query of a panel, with variables."""
 
     dashboard: str
     panel: Mapping[str, Any]
@@ -32,7 +32,6 @@ class PanelQuery:
     expression: str
     legend: str
     instant: bool
-    repeat: str | None
 
     @property
     def place(self) -> str:
@@ -56,10 +55,6 @@ class View:
     def interval_s(self) -> float:
         """`$__interval`: the distance between points, at least the scrape interval."""
         return max((self.end_s - self.start_s) / POINTS, self.scrape_s)
-
-    def of(self, variable: str, value: str) -> "View":
-        """Return the view of a row that is repeated for a value."""
-        return replace(self, chosen={**self.chosen, variable: (value,)})
 
     def expression(self, raw: str) -> str:
         """Replace all variables in an expression.
@@ -97,14 +92,9 @@ def boards() -> dict[str, dict[str, Any]]:
     return {name: json.loads(text) for name, text in dashboards().items()}
 
 
-def panels(board: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    """Panels in order, each with the variable that its row is repeated for."""
-    repeat = None
-    for panel in board["panels"]:
-        if panel["type"] == "row":
-            repeat = panel.get("repeat")
-        else:
-            yield panel, repeat
+def panels(board: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All panels but the headings of rows, in order."""
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
 
 
 def all_queries() -> list[PanelQuery]:
@@ -117,10 +107,9 @@ def all_queries() -> list[PanelQuery]:
             expression=target["expr"],
             legend=target.get("legendFormat", ""),
             instant=target["instant"],
-            repeat=repeat,
         )
         for board in boards().values()
-        for panel, repeat in panels(board)
+        for panel in panels(board)
         for target in panel["targets"]
     ]
 

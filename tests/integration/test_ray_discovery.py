@@ -1,5 +1,6 @@
 """The shipped scrape configuration finds each node of a Ray cluster once."""
 
+import copy
 import json
 import os
 import signal
@@ -15,15 +16,16 @@ from pathlib import Path
 import pytest
 
 from cluster.local_ray import free_port
-from dashboards.prometheus import RuleSettings
-from dashboards.prometheus.files import own_files, write
-from dashboards.prometheus.settings import CLUSTER, RAY_DASHBOARD, RAY_FILE, NotifySettings
 from deployments.config.metrics import DEFAULT_PORT
+from tests.fakes.rules import configured, shipped, write_yaml
 from tests.integration.prometheus_process import Prometheus, needs_prometheus, prometheus
 from tests.integration.serving.apar_process import session_members
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs_prometheus]
 RAY = Path(sys.executable).parent / "ray"
+[JOB] = shipped("prometheus.yml")["scrape_configs"]
+RAY_FILE = Path(JOB["file_sd_configs"][0]["files"][0])
+RAY_PATH = JOB["http_sd_configs"][0]["url"].partition(":8265")[2]
 NUM_NODES = 2
 WAIT_S = 120.0
 # A head that finds ~/.ray/auth_token asks for it unless told not to, and its nodes bring none; and
@@ -90,11 +92,8 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
             start_new_session=True,
         )
     try:
-        name = Path(RAY_FILE).name
-        path = RAY_DASHBOARD.partition("8265")[2]
-        yield RayCluster(
-            frozenset(map(str, metrics)), folder / name, f"http://127.0.0.1:{dashboard}{path}"
-        )
+        url = f"http://127.0.0.1:{dashboard}{RAY_PATH}"
+        yield RayCluster(frozenset(map(str, metrics)), folder / RAY_FILE.name, url)
     finally:
         for member in session_members(process.pid):
             with suppress(ProcessLookupError):
@@ -115,10 +114,18 @@ def test_every_node_is_found_once_by_file_and_http(tmp_path: Path) -> None:
         ray_cluster(Path(name)) as cluster,
     ):
         cluster.wait_for_nodes()
-        found = {"discovery_files": (str(cluster.file),), "discovery_urls": (cluster.url,)}
+        ours = configured(
+            "prometheus.yml",
+            file_sd_configs=[{"files": [str(cluster.file)]}],
+            http_sd_configs=[{"url": cluster.url}],
+        )
         # Without the port of our metrics, Ray's own are scraped, which differ by node here.
-        scraping = CLUSTER.model_copy(update=found | {"scrape_s": 1, "port": None})
-        write(own_files(scraping, RuleSettings(), NotifySettings()), tmp_path)
+        rays = copy.deepcopy(ours)
+        *rays["scrape_configs"][0]["relabel_configs"], port = ours["scrape_configs"][0][
+            "relabel_configs"
+        ]
+        assert port["target_label"] == "__address__"
+        write_yaml(tmp_path / "prometheus.yml", rays)
         with prometheus(tmp_path / "prometheus.yml", tmp_path) as reader:
             deadline = time.monotonic() + WAIT_S
             # A target under two names would be read, and counted, twice.
@@ -127,8 +134,7 @@ def test_every_node_is_found_once_by_file_and_http(tmp_path: Path) -> None:
                 time.sleep(0.5)
             assert cluster.nodes <= ports(read(reader))
             assert len(cluster.targets()) == len(set(cluster.targets()))
-        ours = CLUSTER.model_copy(update=found)
-        write(own_files(ours, RuleSettings(), NotifySettings()), tmp_path)
+        write_yaml(tmp_path / "prometheus.yml", ours)
         with prometheus(tmp_path / "prometheus.yml", tmp_path) as reader:
             # Both nodes have one address.
             while (targets := [each["labels"] for each in reader.targets()]) == []:

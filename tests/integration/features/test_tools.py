@@ -63,7 +63,9 @@ def test_a_call_after_a_fork_is_found(server: Server, replay: dict[str, Any]) ->
 
     [choice] = answer.choices
     assert choice.message.content == TEXT
-    [call] = choice.message.tool_calls or [None]
+    calls = choice.message.tool_calls or []
+    assert len(calls) == 1
+    call = calls[0]
     assert isinstance(call, ChatCompletionMessageFunctionToolCall)
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments) == {"city": "Rome"}

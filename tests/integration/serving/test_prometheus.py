@@ -12,9 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dashboards.prometheus import RuleSettings, rule_groups
-from dashboards.prometheus.files import as_yaml, own_files, write
-from dashboards.prometheus.settings import NotifySettings, ScrapeSettings, alertmanager_config
+from tests.fakes.rules import RECORDS, RULES, configured, rule_groups, shipped, write_yaml
 from tests.fakes.waiting import wait_until
 from tests.integration.prometheus_process import (
     Prometheus,
@@ -33,8 +31,7 @@ MODEL = "apar-tiny"
 NUM_REQUESTS = 16
 NUM_CLIENTS = 4
 WINDOW_S = 60.0
-# Alerts hold for seconds instead of minutes; all else is as shipped.
-RULES = RuleSettings(hold_scale=0.01)
+SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 @dataclass
@@ -46,29 +43,37 @@ class Watched:
     webhook: Webhook
 
 
+def quick_rules() -> list[dict[str, Any]]:
+    """Return the shipped rules with alerts that hold for seconds instead of minutes."""
+    groups = rule_groups()
+    for rule in [rule for group in groups for rule in group["rules"] if "for" in rule]:
+        rule["for"] = f"{int(rule['for'][:-1]) * SECONDS[rule['for'][-1]] * 10}ms"
+    return groups
+
+
 @contextmanager
 def watched(folder: Path) -> Iterator[Watched]:
     """Start two replicas; Prometheus finds them in the server's targets file."""
-    targets = folder / "targets.json"
-    metrics = {"port": 0, "targets_file": str(targets)}
+    targets, routing, config = (folder / name for name in ("targets.json", "am.yml", "p.yml"))
+    write_yaml(folder / "rules.yml", {"groups": quick_rules()})
+    scraping = configured(
+        "prometheus-single-machine.yml", file_sd_configs=[{"files": [str(targets)]}]
+    )
+    notifying = shipped("alertmanager.yml")
+    notifying["route"] |= {"group_wait": "1s", "group_interval": "1s"}
     with webhook() as receiver:
-        notifying = NotifySettings(
-            page_url=receiver.url, ticket_url=receiver.url, group_wait_s=1, group_interval_s=1
-        )
-        routing = folder / "routing.yml"
-        routing.write_text(as_yaml(alertmanager_config(notifying)))
+        for each in notifying["receivers"]:
+            each["webhook_configs"][0]["url"] = receiver.url
+        write_yaml(routing, notifying)
+        metrics = {"port": 0, "targets_file": str(targets)}
         with (
             alertmanager(routing, folder) as address,
             serving(folder, TINY | {"replicas": 2}, metrics=metrics) as server,
         ):
-            scraping = ScrapeSettings(
-                discovery_files=(str(targets),),
-                alertmanagers=(address,),
-                scrape_s=1,
-                evaluation_s=1,
-            )
-            write(own_files(scraping, RULES, notifying), folder)
-            with prometheus(folder / "prometheus.yml", folder) as reader:
+            [alerting] = scraping["alerting"]["alertmanagers"]
+            alerting["static_configs"] = [{"targets": [address]}]
+            write_yaml(config, scraping | {"rule_files": ["rules.yml"]})
+            with prometheus(config, folder) as reader:
                 yield Watched(server, reader, receiver)
 
 
@@ -134,12 +139,9 @@ def check_targets(reader: Prometheus) -> None:
 def check_rules(reader: Prometheus) -> None:
     """Check that every rule can be evaluated and every recorded series exists."""
     rules = reader.rules()
-    assert len(rules) == sum(len(group["rules"]) for group in rule_groups(RULES))
+    assert len(rules) == len(RULES)
     assert [rule for rule in rules if rule["health"] != "ok"] == []
-    records = {
-        rule["record"] for group in rule_groups() for rule in group["rules"] if "record" in rule
-    }
-    assert records - reader.metric_names() == set()
+    assert RECORDS - reader.metric_names() == set()
     assert "vllm:num_preemptions_total" in reader.metric_names()
     assert reader.value("model:apar_replicas:max") == 2
     assert reader.value("model:apar_replicas_wanted:max") == 2

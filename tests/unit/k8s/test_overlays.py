@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from dashboards.grafana import dashboards
-from dashboards.prometheus.rule import JOB
 from deployments.app.kuberay import arguments_of
 from deployments.config.metrics import DEFAULT_PORT
 from k8s.__main__ import FILE, prometheus_rule
@@ -30,6 +30,7 @@ from tests.fakes.overlays import (
     serve_config,
     variant,
 )
+from tests.fakes.rules import rule_groups
 
 # `kubectl apply` stores an object in one of its annotations, which has this limit.
 ANNOTATION_BYTES = 256 * 1024
@@ -123,17 +124,22 @@ def test_rules_and_dashboards_are_current() -> None:
         assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-def test_the_rules_follow_a_settings_file(tmp_path: Path) -> None:
-    settings, out = tmp_path / "settings.yaml", tmp_path / "rule.yaml"
-    settings.write_text("rules: {runbook: 'https://wiki/apar', kv_cache_usage: 0.5}")
-    write_rule(settings, out)
-    groups = yaml.safe_load(out.read_text())["spec"]["groups"]
-    alerts = {rule["alert"]: rule for each in groups for rule in each["rules"] if "alert" in rule}
+def test_a_prometheus_rule_has_the_groups_of_the_rule_files(tmp_path: Path) -> None:
+    assert yaml.safe_load(prometheus_rule())["spec"]["groups"] == rule_groups()
 
-    assert {each["annotations"]["runbook_url"] for each in alerts.values()} == {
-        f"https://wiki/apar#{name.lower()}" for name in alerts
-    }
-    assert alerts["AparKvCacheNearlyFull"]["expr"].endswith("> 0.5")
+    (tmp_path / "mine.yml").write_text("groups:\n- name: mine\n  rules: []\n")
+    write_rule(tmp_path, tmp_path / "rule.yaml")
+
+    own = yaml.safe_load((tmp_path / "rule.yaml").read_text())
+    assert own["spec"] == {"groups": [{"name": "mine", "rules": []}]}
+
+
+@pytest.mark.parametrize(("name", "problem"), [("r.yml", "r.yml has no line"), ("r", "no rule")])
+def test_a_folder_without_rules_is_refused(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / name).write_text("rules: []\n")
+
+    with pytest.raises(typer.BadParameter, match=problem):
+        prometheus_rule(tmp_path)
 
 
 @pytest.mark.parametrize("overlay", ["local", "gpu"])
@@ -236,7 +242,7 @@ def test_with_monitoring_each_ray_pod_has_one_monitor_of_its_metrics_port(overla
             if "sourceLabels" not in each
         }
         # What the rules select, and by which they keep clusters apart.
-        assert constants["job"] == (JOB if role == "engine" else "ray")
+        assert constants["job"] == ("apar" if role == "engine" else "ray")
         assert constants["cluster"] == "default"
 
     expected = ray_pods(objects) if overlay.endswith("-everything") else []

@@ -41,7 +41,7 @@ def test_there_is_a_schema_for_every_type_of_panel() -> None:
     types = {panel["type"] for board in BOARDS.values() for panel in board["panels"]} - {"row"}
 
     known = {file.name.partition(".")[0] for file in SCHEMAS.iterdir()}
-    assert types == {"bargauge", "gauge", "heatmap", "stat", "table", "timeseries"}
+    assert types == {"gauge", "heatmap", "stat", "table", "timeseries"}
     assert types <= known
 
 

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from grafana_foundation_sdk.models import units
 
-from tests.fakes.grafana import boards, panels
+from tests.fakes.grafana import all_queries, boards, panels
+from tests.fakes.rules import RULES
 
 BOARDS = boards()
 EVERY = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 PANELS = [
     pytest.param(panel, id=f"{name}-{panel['id']}")
     for name, board in BOARDS.items()
-    for panel, _ in panels(board)
+    for panel in panels(board)
 ]
 CHOICES = ("cluster", "namespace", "model", "replica")
 VARIABLES = {"datasource", *CHOICES}
@@ -41,7 +42,7 @@ def test_panels_neither_overlap_nor_exceed_the_grid(board: dict[str, Any]) -> No
 @EVERY
 def test_panel_ids_and_query_letters_are_unique(board: dict[str, Any]) -> None:
     assert max(Counter(panel["id"] for panel in board["panels"]).values()) == 1
-    for panel, _ in panels(board):
+    for panel in panels(board):
         refs = [target["refId"] for target in panel["targets"]]
         assert len(set(refs)) == len(refs) > 0
 
@@ -115,7 +116,7 @@ def test_thresholds_are_sorted(panel: dict[str, Any]) -> None:
 @EVERY
 def test_everything_uses_the_selected_data_source(board: dict[str, Any]) -> None:
     chosen = {"type": "prometheus", "uid": "${datasource}"}
-    asked = [panel for panel, _ in panels(board)]
+    asked = panels(board)
     asked += [target for panel in asked for target in panel["targets"]]
     asked += board["annotations"]["list"]
     asked += [each for each in board["templating"]["list"] if each["type"] == "query"]
@@ -151,7 +152,7 @@ def test_dashboards_link_to_each_other_and_keep_the_selection(board: dict[str, A
 def test_links_in_panels_lead_to_existing_dashboards() -> None:
     urls = re.findall(r"/d/([\w-]+)/", str(list(BOARDS.values())))
 
-    assert "apar-replicas" in urls
+    assert "apar-forks" in urls
     assert set(urls) <= set(BOARDS)
     assert {name: board["uid"] for name, board in BOARDS.items()} == {name: name for name in BOARDS}
 
@@ -159,11 +160,23 @@ def test_links_in_panels_lead_to_existing_dashboards() -> None:
 @EVERY
 def test_refresh_interval_and_default_range(board: dict[str, Any]) -> None:
     assert board["refresh"] == "30s"
-    assert re.fullmatch(r"now-[13]h", board["time"]["from"])
+    assert board["time"]["from"] == "now-1h"
 
 
-def test_each_replica_has_a_row() -> None:
-    rows = [panel for panel in BOARDS["apar-replicas"]["panels"] if panel["type"] == "row"]
+def test_the_overview_has_the_numbers_of_the_objectives_and_the_alert() -> None:
+    rules = "".join(rule["expr"] for rule in RULES)
+    overview = [query for query in all_queries() if query.dashboard == "apar-overview"]
+    slow = [query for query in overview if query.panel["title"].endswith("budget left")][1:]
+    burns = [query for query in overview if "Burn rate" in query.panel["title"]]
 
-    assert [(row["repeat"], row["collapsed"]) for row in rows] == [("replica", False)]
-    assert {repeat for _, repeat in panels(BOARDS["apar-replicas"])} == {"replica"}
+    for query in slow:
+        [bound] = re.findall(r"\w+_bucket\{.*(le=\"[^\"]+\")", query.expression)
+        assert f"{query.expression.partition('increase(')[2].partition('{')[0]}{{{bound}}}" in rules
+    for query in burns:
+        record, budget = re.findall(r"(model:\w+:\w+)|/ ([\d.]+)$", query.expression)
+        assert f"{record[0]} > 14.4 * {budget[1]} " in rules
+    assert len(slow) == 2
+    assert len(burns) == 3
+    [gauge] = [panel for panel in panels(BOARDS["apar-overview"]) if panel["type"] == "gauge"]
+    limit = gauge["fieldConfig"]["defaults"]["thresholds"]["steps"][-1]["value"]
+    assert f"model_replica:apar_kv_cache_usage:ratio > {limit}" in rules

@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 
 from dashboards.grafana import generate
-from dashboards.prometheus.settings import CLUSTER, ONE_MACHINE
 from tests.fakes.grafana import View, boards
+from tests.fakes.rules import shipped
 
 FOLDER = Path(generate.__file__).with_name("provisioning")
 
@@ -34,8 +34,10 @@ def test_the_data_source_has_the_type_that_dashboards_use() -> None:
 def test_the_data_source_has_the_scrape_interval() -> None:
     [source] = read("datasources/prometheus.yaml")["datasources"]
 
-    assert source["jsonData"]["timeInterval"] == f"{CLUSTER.scrape_s}s"
-    assert CLUSTER.scrape_s == ONE_MACHINE.scrape_s == View(0, 1).scrape_s
+    interval = source["jsonData"]["timeInterval"]
+    for name in ("prometheus.yml", "prometheus-single-machine.yml"):
+        assert shipped(name)["global"]["scrape_interval"] == interval
+    assert interval == f"{View(0, 1).scrape_s:g}s"
 
 
 def test_dashboards_come_from_files_and_are_read_only() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fakes.grafana import POINTS, View, all_queries, named
+from tests.fakes.grafana import POINTS, View, named
 
 HOUR = View(1000.0, 4600.0)
 
@@ -28,12 +28,6 @@ def test_selected_values_become_a_regular_expression(chosen: tuple[str, ...], pa
     assert view.expression('x{model=~"$model"}') == f'x{{model=~"{pattern}"}}'
 
 
-def test_a_repeated_row_uses_its_own_value() -> None:
-    view = View(0.0, 1.0, chosen={"model": ("m",), "replica": ("a", "b")}).of("replica", "b")
-
-    assert view.expression("$model $replica") == "m b"
-
-
 def test_an_unknown_variable_raises() -> None:
     with pytest.raises(KeyError):
         HOUR.expression("$region")
@@ -42,9 +36,3 @@ def test_an_unknown_variable_raises() -> None:
 def test_legends_are_filled_with_labels() -> None:
     assert named("{{model}} p50", {"model": "m"}) == "m p50"
     assert named("{{model}}", {}) == ""
-
-
-def test_only_the_replica_dashboard_repeats_its_queries() -> None:
-    repeats = {(query.dashboard == "apar-replicas", query.repeat) for query in all_queries()}
-
-    assert repeats == {(True, "replica"), (False, None)}

@@ -1,4 +1,4 @@
-"""The committed files are current, and Prometheus' own tools accept and test them."""
+"""Prometheus' own tools accept the configuration and test the rules."""
 
 import shutil
 import subprocess
@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards.prometheus import rule_groups
-from dashboards.prometheus.files import FOLDER, shipped_files
+from deployments.config.metrics import DEFAULT_PORT
+from tests.fakes.rules import ALERTS, FOLDER, RECORDS, RULES, rule_groups, shipped
 from tests.fakes.tools import needs
 
-ALERTS, RECORDING = "alerts.yml", "recording.yml"
 TESTS = sorted((FOLDER / "tests").glob("*.yml"))
 needs_promtool = needs("promtool")
 needs_amtool = needs("amtool")
@@ -34,21 +33,25 @@ def cases_of(kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_committed_files_are_current() -> None:
-    for path, text in shipped_files().items():
-        assert (FOLDER / path).read_text(encoding="utf-8") == text, path
-
-
 @needs_promtool
 @pytest.mark.parametrize("name", ["prometheus.yml", "prometheus-single-machine.yml"])
 def test_promtool_accepts_the_configuration_and_its_rules(name: str) -> None:
     right, said = run("promtool", "check", "config", FOLDER / name)
 
     assert right, said
-    assert said.count("rules found") == 2
-    num_rules = sum(len(group["rules"]) for group in rule_groups())
-    found = [int(line.split()[1]) for line in said.splitlines() if "rules found" in line]
-    assert sum(found) == num_rules
+    found = [int(line.split()[1]) for line in said.splitlines() if line.endswith("rules found")]
+    assert sum(found) == len(RULES)
+
+
+def test_the_configurations_scrape_the_default_port_and_name_the_cluster() -> None:
+    [listed] = shipped("prometheus.yml")["scrape_configs"]
+    [single] = shipped("prometheus-single-machine.yml")["scrape_configs"]
+
+    assert listed["relabel_configs"].pop()["replacement"] == f"$1:{DEFAULT_PORT}"
+    assert single["static_configs"] == [{"targets": [f"127.0.0.1:{DEFAULT_PORT}"]}]
+    assert listed["relabel_configs"] == single["relabel_configs"]
+    labels = {each["target_label"]: each["replacement"] for each in single["relabel_configs"]}
+    assert labels == {"job": "apar", "cluster": "default", "namespace": "default"}
 
 
 @needs_promtool
@@ -98,31 +101,35 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     cases = cases_of("alert_rule_test")
     fires = {case["alertname"] for case in cases if case["exp_alerts"]}
     silent = {case["alertname"] for case in cases if not case["exp_alerts"]}
-    alerts = {
-        rule["alert"] for group in rule_groups() for rule in group["rules"] if "alert" in rule
-    }
 
-    assert fires == alerts
-    assert silent == alerts
+    assert fires == ALERTS.keys()
+    assert silent == ALERTS.keys()
 
 
 def test_every_recording_rule_is_tested() -> None:
     tested = " ".join(case["expr"] for case in cases_of("promql_expr_test"))
 
-    for group in rule_groups():
-        for rule in group["rules"]:
-            assert rule.get("record", "") in tested
+    assert {record for record in RECORDS if record not in tested} == set()
 
 
-def test_the_tests_evaluate_the_groups_in_their_order() -> None:
-    names = [group["name"] for group in rule_groups()]
+def test_the_tests_evaluate_records_before_alerts() -> None:
+    alerting = {group["name"]: "alert" in group["rules"][0] for group in rule_groups()}
 
     for path in TESTS:
-        content = yaml.safe_load(path.read_text())
-        order = content["group_eval_order"]
-        assert order == names[: len(order)]
-        with_alerts = any("alerts.yml" in name for name in content["rule_files"])
-        assert with_alerts == (len(order) == len(names))
+        order = yaml.safe_load(path.read_text())["group_eval_order"]
+        assert set(order) == alerting.keys()
+        assert order == sorted(order, key=alerting.__getitem__)
+
+
+def planted(folder: Path, old: str, new: str) -> Path:
+    """Copy rules and tests, change the rules in one place, and return the folder of the tests."""
+    for name in ("rules", "tests"):
+        shutil.copytree(FOLDER / name, folder / name)
+    [target] = [path for path in (folder / "rules").iterdir() if old in path.read_text()]
+    text = target.read_text()
+    assert text.count(old) == 1, (old, text.count(old))
+    target.write_text(text.replace(old, new))
+    return folder / "tests"
 
 
 def slow(*values: str) -> Any:
@@ -130,47 +137,27 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def planted(folder: Path, path: str, old: str, new: str) -> Path:
-    """Copy rules and tests, and change a rule file."""
-    for name in ("rules", "tests"):
-        shutil.copytree(FOLDER / name, folder / name)
-    target = folder / "rules" / path
-    text = target.read_text()
-    assert text.count(old) == 1, (old, text.count(old))
-    target.write_text(text.replace(old, new))
-    return folder / "tests"
-
-
 @needs_promtool
 @pytest.mark.parametrize(
-    ("path", "old", "new", "test"),
+    ("old", "new", "test"),
     [
-        slow(ALERTS, "apar_replicas:max == 0", "apar_replicas:max == 1", "replica_alerts"),
-        (ALERTS, "_wanted:max > 0", "_wanted:max >= 0", "replica_alerts"),
-        (ALERTS, "> 0\n      unless sum", "> 0\n      and sum", "replica_alerts"),
-        (ALERTS, "group by (cluster, namespace) (last_over", "group (last_over", "replica_alerts"),
-        slow(ALERTS, "p90_5m > 5\n", "p90_5m > 50\n", "serving_alerts"),
-        slow(ALERTS, "and min_over_time", "or min_over_time", "serving_alerts"),
-        (ALERTS, 'state="deferred"', 'state="waiting"', "engine_alerts"),
-        slow(
-            ALERTS, "errors:ratio_rate30m > 0.006", "errors:ratio_rate30m > 0.6", "objectives_long"
-        ),
-        slow(ALERTS, "ratio_rate5m > 0.0144", "ratio_rate1h > 0.0144", "objectives_short"),
-        (RECORDING, "apar_forks_total[5m]", "apar_forks[5m]", "recording"),
-        (RECORDING, "(apar_given_up_total[10m])", "(apar_given_up_total[30m])", "recording"),
-        (RECORDING, "namespace, model, state)", "model, state)", "recording"),
-        slow(
-            RECORDING,
-            "max by (cluster, namespace, model) (apar_replicas)",
-            "apar_replicas",
-            "recording",
-        ),
+        slow("replicas:max == 0", "replicas:max == 1", "replica_alerts"),
+        ("_wanted:max > 0\n    for: 1m", "_wanted:max >= 0\n    for: 1m", "replica_alerts"),
+        ("> 0\n      unless sum", "> 0\n      and sum", "replica_alerts"),
+        ("(group by (cluster, namespace)", "(group", "replica_alerts"),
+        slow("p90_5m > 5\n", "p90_5m > 50\n", "serving_alerts"),
+        slow("and min_over_time", "or min_over_time", "serving_alerts"),
+        ('state="deferred"', 'state="waiting"', "engine_alerts"),
+        slow("errors:ratio_rate30m > 6", "errors:ratio_rate30m > 600", "objectives_long"),
+        slow("errors:ratio_rate5m > 14.4", "errors:ratio_rate1h > 14.4", "objectives_short"),
+        ("apar_forks_total[5m]", "apar_forks[5m]", "recording"),
+        ("(apar_given_up_total[10m])", "(apar_given_up_total[30m])", "recording"),
+        ("namespace, model, state)", "model, state)", "recording"),
+        slow("max by (cluster, namespace, model) (apar_replicas)", "apar_replicas", "recording"),
     ],
 )
-def test_the_rule_tests_detect_a_mistake(
-    tmp_path: Path, path: str, old: str, new: str, test: str
-) -> None:
-    tests = planted(tmp_path, path, old, new)
+def test_the_rule_tests_detect_a_mistake(tmp_path: Path, old: str, new: str, test: str) -> None:
+    tests = planted(tmp_path, old, new)
 
     right, said = run("promtool", "test", "rules", tests / f"{test}.yml")
 
@@ -180,24 +167,17 @@ def test_the_rule_tests_detect_a_mistake(
 
 @needs_promtool
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "index", range(len(rule_groups())), ids=[group["name"] for group in rule_groups()]
-)
-def test_the_rule_tests_detect_a_disabled_rule(tmp_path: Path, index: int) -> None:
+@pytest.mark.parametrize("group", rule_groups(), ids=lambda group: group["name"])
+def test_the_rule_tests_detect_a_disabled_rule(tmp_path: Path, group: dict[str, Any]) -> None:
     """Disable each rule in turn; a test file that names it must fail."""
-    for name in ("rules", "tests"):
-        shutil.copytree(FOLDER / name, tmp_path / name)
-    group = rule_groups()[index]
-    alerts = "alert" in group["rules"][0]
-    target = tmp_path / "rules" / ("alerts.yml" if alerts else "recording.yml")
-    whole = target.read_text()
+    shutil.copytree(FOLDER / "tests", tmp_path / "tests")
+    target = tmp_path / "rules" / "all.yml"
+    target.parent.mkdir()
     for rule in group["rules"]:
-        name = rule["alert"] if alerts else rule["record"]
-        content = yaml.safe_load(whole)
-        for each in content["groups"]:
-            for candidate in each["rules"]:
-                if name in (candidate.get("alert"), candidate.get("record")):
-                    candidate["expr"] = f"({rule['expr']}) and on () (vector(1) == 0)"
-        target.write_text(yaml.safe_dump(content))
+        name = rule.get("alert") or rule["record"]
+        groups = rule_groups()
+        [disabled] = [each for other in groups for each in other["rules"] if each == rule]
+        disabled["expr"] = f"({rule['expr']}) and on () (vector(1) == 0)"
+        target.write_text(yaml.safe_dump({"groups": groups}))
         naming = [path for path in (tmp_path / "tests").glob("*.yml") if name in path.read_text()]
         assert any(not run("promtool", "test", "rules", path)[0] for path in naming), name
