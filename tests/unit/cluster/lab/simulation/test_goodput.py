@@ -103,6 +103,20 @@ def test_the_highest_rate_meets_the_slo_and_no_rate_exceeds_the_bound(method: st
         assert best.rate <= 1.05 * bound
 
 
+def test_forks_make_tokens_certain_sooner_although_the_first_comes_no_sooner() -> None:
+    settings = settings_of(LOOSE)
+    # One request at a time.
+    place = goodput.rate_place(0.05)
+    runs = {}
+    for method in (NO_FORKS, "eager"):
+        nominal = goodput.nominal_requests(settings, POISSON, method, 0.1)[:20]
+        runs[method] = goodput.run_rate(settings, method, None, nominal, place).p95
+
+    assert runs["eager"]["ttft"] == pytest.approx(runs[NO_FORKS]["ttft"])
+    assert runs["eager"]["ttft"] < runs["eager"]["certain"] < runs["eager"]["e2e"]
+    assert runs["eager"]["certain"] < 0.9 * runs[NO_FORKS]["certain"]
+
+
 def test_finished_searches_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
