@@ -155,6 +155,7 @@ class GoodputSettings:
             "slos": "; ".join(self.slos),
             "share": str(self.share),
             "requests": str(self.requests),
+            "times": ", ".join(TIMES),
         }
 
     @property

@@ -107,7 +107,7 @@ def test_every_query_aggregates_to_a_bounded_set_of_labels(expression: str) -> N
     labels = {label.strip() for each in grouped for label in each.split(",")}
 
     bounded = {"model", "model_name", "replica", "le"}
-    bounded |= {"state", "outcome", "reason", "key_class", "source"}
+    bounded |= {"state", "outcome", "reason", "key_class", "source", "forked"}
     bounded |= {"alertname", "severity", "alertstate", "cluster", "namespace"}
     bounded |= {"version", "vllm", "ray", "python"}
     assert labels <= bounded
