@@ -48,7 +48,7 @@ NUM_TOKENS = 100
 # After a stop, the processes do what was due meanwhile.
 _AWAKE_S = 3.0
 TIMEOUT_S = 600.0
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
 BARE, SERVE = "vLLM's own server", "apar serve"
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 # Beginnings of process titles.
