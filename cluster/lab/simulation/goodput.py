@@ -190,18 +190,19 @@ def times_of(outcome: Outcome) -> dict[str, float] | None:
     if outcome.error is not None:
         return None
     request, reader = outcome.request, outcome.reader
-    if reader is None or reader.times.first_s is None:
+    if reader is None:
         return None
     seen = reader.times
-    assert seen.certain_s is not None
-    assert seen.last_s is not None
+    first_s, last_s, certain_s = seen.first_s, seen.last_s, seen.certain_s
+    if first_s is None or last_s is None or certain_s is None:
+        return None
     assert outcome.end_s is not None
     assert outcome.first_token_s is not None
     further = max(1, request.answer.text_tokens - 1)
     return {
-        "ttft": seen.first_s - request.arrival_s,
-        "certain": seen.certain_s - request.arrival_s,
-        "tpot": (seen.last_s - seen.first_s) / further,
+        "ttft": first_s - request.arrival_s,
+        "certain": certain_s - request.arrival_s,
+        "tpot": (last_s - first_s) / further,
         "path": (outcome.end_s - outcome.first_token_s) / max(1, outcome.critical_tokens - 1),
         "tbt": reader.silence_s(0.95),
         "silence": seen.longest_silence_s or 0.0,

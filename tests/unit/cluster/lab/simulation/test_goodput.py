@@ -24,6 +24,7 @@ from cluster.lab.simulation.goodput import (
 )
 from cluster.lab.simulation.runs import NO_FORKS
 from cluster.lab.simulation.workload import RecordedData
+from cluster.lab.sizing.search import rate_place
 from tests.unit.cluster.lab.simulation.test_cluster import DATA, SETTINGS
 
 STRICT, LOOSE = "ttft=1s,tpot=1.5x", "ttft=2s,tpot=3x"
@@ -106,7 +107,7 @@ def test_the_highest_rate_meets_the_slo_and_no_rate_exceeds_the_bound(method: st
 def test_forks_make_tokens_certain_sooner_although_the_first_comes_no_sooner() -> None:
     settings = settings_of(LOOSE)
     # One request at a time.
-    place = goodput.rate_place(0.05)
+    place = rate_place(0.05)
     runs = {}
     for method in (NO_FORKS, "eager"):
         nominal = goodput.nominal_requests(settings, POISSON, method, 0.1)[:20]
