@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from cluster.cli.options import Concurrency, Duration, duration_option, out_option
+from cluster.cli.options import CommaList, Concurrency, list_option, out_option
+from cluster.durations import parse_duration
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
@@ -147,9 +148,24 @@ def serving(
     answers: Annotated[int, typer.Option(min=1, help="Number of answers per repeat.")] = 160,
     repeats: Repeats = 5,
     coalesce: Annotated[
-        Duration,
-        duration_option("--coalesce", help="Time to collect tokens for one chunk of a stream."),
-    ] = Duration.of("50ms"),
+        CommaList[float],
+        list_option(
+            "--coalesce",
+            item=parse_duration,
+            help="`coalesce_s` of apar serve; several are measured in turn. 0s: a chunk per step.",
+            default="50ms,0s",
+        ),
+    ] = CommaList((0.05, 0.0)),
+    stream_interval: Annotated[
+        CommaList[int],
+        list_option(
+            "--stream-interval",
+            item=int,
+            minimum=1,
+            help="Tokens per chunk of vLLM's server; several are measured in turn.",
+            default="1,20",
+        ),
+    ] = CommaList((1, 20)),
     compiled: Annotated[bool, typer.Option("--compiled", help="Use torch.compile.")] = False,
     whole: Annotated[
         bool, typer.Option("--whole", help="Ask for whole answers instead of streams.")
@@ -171,7 +187,8 @@ def serving(
         concurrency=concurrency,
         requests=answers,
         repeats=repeats,
-        coalesce_s=coalesce,
+        coalesce_s=(coalesce[0],) if whole else coalesce,
+        stream_intervals=stream_interval,
         compiled=compiled,
         whole=whole,
         direct=not handle,

@@ -192,6 +192,7 @@ class ForkOutputProcessor(OutputProcessor):
         for output in engine_core_outputs if self._plain else ():
             if (follower := self._plain.get(output.request_id)) is not None:
                 follower.add(output)
+                follower.certain(len(output.new_token_ids))
         if self._unforked:
             self._watch_unforked(engine_core_outputs)
         for output in engine_core_outputs if self._tagged else ():
@@ -278,6 +279,8 @@ class ForkOutputProcessor(OutputProcessor):
         for threads in fed.values():
             outputs = threads.take()
             joined.extend(outputs)
+            if threads.follower is not None:
+                threads.follower.certain(sum(len(each.new_token_ids) for each in outputs))
             if outputs and outputs[-1].finished and not threads.tree.finished:
                 unfinished.append(threads.request_id)
         return joined, unfinished

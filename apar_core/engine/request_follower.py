@@ -81,6 +81,7 @@ class RequestFollower:
         self._observer = observer
         self.prompt_tokens = 0
         self.generated_tokens = 0
+        self.certain_tokens = 0
         self.num_roots = 0
         self.aborted = False
         self.statistics: TreeStatistics | None = None
@@ -173,6 +174,10 @@ class RequestFollower:
             return
         known = self.statistics
         self.statistics = statistics if known is None else known + statistics
+
+    def certain(self, num_tokens: int) -> None:
+        """Count text tokens that became certain, replayed ones included (`TreeStream`)."""
+        self.certain_tokens += num_tokens
 
     def take_num_tokens(self) -> int:
         """Return the number of tokens that all threads have generated since the last call."""

@@ -108,6 +108,8 @@ class UnforkedThread:
         self._ended = output.finish_reason is not None and _ended_itself(output, self.parameters)
         if self._ended:
             del self._token_ids[-1]
+        if self.follower is not None:
+            self.follower.certain(len(output.new_token_ids) - self._ended)
 
     @property
     def tree(self) -> ParagraphTree[TextToken]:

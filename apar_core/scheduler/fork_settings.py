@@ -88,7 +88,7 @@ class ForkSettings(BaseModel):
     output_interval_s: NonNegativeFloat = Field(
         0.0,
         description="Interval at which the engine core sends a request's tokens to the API process "
-        "(seconds); up to four times as long with many requests. 0: after each step, as in vLLM.",
+        "(seconds); twice as long from 16 requests on. 0: after each step, as in vLLM.",
     )
     metrics: bool = Field(
         True,

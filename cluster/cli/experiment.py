@@ -500,9 +500,9 @@ def goodput(
         list[str] | None,
         typer.Option(
             help="Limits that a request must keep, such as ttft=1s,tpot=1.5x; x is the step time "
-            "of a request that runs alone. Times: ttft, tpot, path, tbt, silence, e2e. Repeatable "
-            "(default: tpot of 0.75x, 1.5x and 3x, and 3x with silence of 5x and 10x, each with "
-            "ttft=1s).",
+            "of a request that runs alone. Times: ttft, certain, tpot, path, tbt, silence, e2e. "
+            "Repeatable (default: tpot of 0.75x, 1.5x and 3x, and 3x with silence of 5x and 10x, "
+            "each with ttft=1s).",
             show_default=False,
         ),
     ] = None,

@@ -21,6 +21,7 @@ from pydantic import ValidationError as Invalid
 from apar_core.errors import EvaluationError, validation_summary
 from apar_core.json_lines import read_lines
 from apar_core.offline.data.records import ChatMessage
+from apar_core.tree.reader_times import ReaderTimes
 from cluster.loadtest.jobs import Target, WorkloadSettings
 from cluster.loadtest.trace import TraceLine, TraceWriter
 
@@ -82,6 +83,17 @@ class RequestRecord(BaseModel):
     def late_s(self) -> float | None:
         """Delay of sending relative to the plan, caused by the client."""
         return None if self.planned_s is None else self.sent_s - self.planned_s
+
+    @property
+    def reader(self) -> ReaderTimes:
+        """Times of the text as its reader sees it, since sending; `pieces` hold certain text.
+
+        They are weighted by characters, because a chunk does not tell its tokens.
+        """
+        times = ReaderTimes()
+        for time_s, characters in self.pieces:
+            times.add(characters, time_s)
+        return times
 
     @property
     def gaps_s(self) -> list[float]:

@@ -52,9 +52,14 @@ def paragraph_s(record: RequestRecord) -> float | None:
     return record.paragraph_s
 
 
+def certain_token_s(record: RequestRecord) -> float | None:
+    """Return the mean time from sending until a token was certain."""
+    return record.reader.certain_s
+
+
 def silence_s(record: RequestRecord) -> float | None:
     """Return the longest time between two chunks with text; None for fewer than two."""
-    return max(record.gaps_s, default=None)
+    return record.reader.longest_silence_s
 
 
 def end_to_end_s(record: RequestRecord) -> float | None:
@@ -75,6 +80,7 @@ REQUEST_TIMES = {
     FIRST: RequestTime("time to first token", first_token_s),
     "tpot": RequestTime("time per token", token_s),
     "path": RequestTime("time per token on the critical path", path_token_s),
+    "certain": RequestTime("time to certain token", certain_token_s),
     "paragraph": RequestTime("time to first complete paragraph", paragraph_s),
     "silence": RequestTime("longest silence of the stream", silence_s),
     "e2e": RequestTime("end-to-end latency", end_to_end_s),

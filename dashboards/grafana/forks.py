@@ -32,6 +32,7 @@ from dashboards.grafana.promql import (
     events,
     level,
     mean,
+    quantile,
     rate,
     ratio,
     saving,
@@ -199,6 +200,18 @@ def _savings() -> list[AnyPanel]:
             ),
             Query(peak, "{{model}} cached peak"),
             Query(path, "{{model}} critical path"),
+        ),
+        lines(
+            Text(
+                "Time to certain token",
+                "Time from a streamed request's arrival until a token is sent in reading order, "
+                "mean over the tokens of a request: answers that forked, and answers that did not.",
+                SECONDS,
+            ),
+            *(
+                Query(quantile(share, of.TIME_TO_CERTAIN_TOKEN, "forked"), f"{name} {{{{forked}}}}")
+                for share, name in ((0.5, "p50 forked:"), (0.9, "p90 forked:"))
+            ),
         ),
     ]
 

@@ -254,10 +254,10 @@ def _requests() -> list[AnyPanel]:
             of.TIME_PER_CRITICAL_PATH_TOKEN,
         ),
         _quantiles(
-            "Longest gap in a stream",
-            "Longest time between two chunks of a streamed answer, such as while a replica is "
-            "replaced.",
-            of.LONGEST_CHUNK_GAP,
+            "Longest silence of a stream",
+            "Longest time between two chunks of text of a streamed answer, such as while a fork "
+            "starts, a prompt is computed, or a replica is replaced.",
+            of.LONGEST_SILENCE,
         ),
         _quantiles("Queue time", "Time that requests wait in the gateway's queue.", of.QUEUE_TIME),
         lines(

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from starlette.types import Message, Scope, Send
 
+from apar_core.tree.reader_times import ReaderTimes
 from deployments.client_headers import REQUEST_ID
 from deployments.config.keys import TOKEN_PREFIX
 from deployments.gateway.body import RequestBody
@@ -60,7 +61,7 @@ class Exchange:
         self.caller: Caller | None = None
         self._fields: dict[str, Any] = {}
         self._failed = False
-        self._last_chunk_s: float | None = None
+        self._reader = ReaderTimes()
         self._content: list[bytes] | None = [] if keeps_content else None
         self._send = send
         self._began_s = time.monotonic()
@@ -103,13 +104,18 @@ class Exchange:
         """Return the calls to a deployment's replicas, traced if the request is."""
         return replicas if self._trace is None else self._trace.calls(replicas, deployment)
 
+    def certain(self, num_tokens: int) -> None:
+        """Note how many text tokens the client of a stream has with the next piece.
+
+        The count begins anew on a replica that continues the stream.
+        """
+        self._reader.add(num_tokens - self._reader.amount, self._elapsed_s())
+
     def send(self, message: Message) -> Awaitable[None]:
         """Send an ASGI message; not a coroutine itself, because each piece passes through here."""
         if message["type"] == "http.response.start":
             message = self._started(message)
         else:
-            if self.record.stream and message.get("body"):
-                self._note_gap()
             if self._content is not None:
                 self._content.append(message.get("body", b""))
         if self._failed and "body" in message:
@@ -117,13 +123,6 @@ class Exchange:
         elif message.get("body", b"").startswith(ERROR_EVENTS):
             self.record.error_code = event_error_code(message["body"])
         return self._send(message)
-
-    def _note_gap(self) -> None:
-        now_s = time.monotonic()
-        if self._last_chunk_s is not None:
-            gap_s = now_s - self._last_chunk_s
-            self.record.longest_gap_s = max(gap_s, self.record.longest_gap_s or 0.0)
-        self._last_chunk_s = now_s
 
     def _started(self, message: Message) -> Message:
         self.record.status = message["status"]
@@ -142,8 +141,10 @@ class Exchange:
         """Log the request; nothing may be sent afterwards."""
         record = self.record
         record.total_s = self._elapsed_s()
-        if record.longest_gap_s is not None:
-            record.longest_gap_s = round(record.longest_gap_s, 6)
+        if record.stream and self._reader.certain_s is not None:
+            record.certain_s = round(self._reader.certain_s, 6)
+            if self._reader.longest_silence_s is not None:
+                record.longest_silence_s = round(self._reader.longest_silence_s, 6)
         content = None
         if self._content is not None:
             content = content_of(self._fields, b"".join(self._content))

@@ -410,7 +410,14 @@ class Gateway:
                 request = replace(request, hint=_hurried(request.hint, terms.deadlines))
             calls = exchange.calls(model.replicas, model.settings.deployment)
             await relay_response(
-                calls, request, exchange.send, bill, self.retries, wait_s, hold=held.add
+                calls,
+                request,
+                exchange.send,
+                bill,
+                self.retries,
+                wait_s,
+                hold=held.add,
+                certain=exchange.certain,
             )
         finally:
             ROUTERS.ended(model.settings.deployment, exchange.unique_id, bill.end)

@@ -28,10 +28,11 @@ _LOST = frozenset({ReplicaLostError.code, EnginesDiedError.code, NoReplicaError.
 _COUNTS = (catalogue.RETRIES, catalogue.MIGRATIONS, catalogue.GIVEN_UP)
 _HISTOGRAMS = (
     catalogue.TIME_TO_FIRST_TOKEN,
-    catalogue.LONGEST_CHUNK_GAP,
     catalogue.REQUEST_LATENCY,
     catalogue.QUEUE_TIME,
 )
+_READER_HISTOGRAMS = (catalogue.TIME_TO_CERTAIN_TOKEN, catalogue.LONGEST_SILENCE)
+_FORKED = {None: UNKNOWN, False: "no", True: "yes"}
 _STATE_GAUGES = (
     catalogue.REQUESTS_RUNNING,
     catalogue.REQUESTS_QUEUED,
@@ -113,8 +114,12 @@ class GatewayMetrics:
             recorder.observe(catalogue.QUEUE_TIME, record.queue_s, model=model)
         if record.stream and record.status == HTTPStatus.OK and record.first_byte_s is not None:
             recorder.observe(catalogue.TIME_TO_FIRST_TOKEN, record.first_byte_s, model=model)
-        if record.longest_gap_s is not None:
-            recorder.observe(catalogue.LONGEST_CHUNK_GAP, record.longest_gap_s, model=model)
+        forked = _FORKED[None if record.forks is None else record.forks > 0]
+        for metric, value in zip(
+            _READER_HISTOGRAMS, (record.certain_s, record.longest_silence_s), strict=True
+        ):
+            if value is not None:
+                recorder.observe(metric, value, model=model, forked=forked)
         if outcome is Outcome.OK and record.total_s is not None and not is_line:
             recorder.observe(catalogue.REQUEST_LATENCY, record.total_s, model=model)
         if record.retries:
@@ -177,6 +182,9 @@ class GatewayMetrics:
         for model in models - self._models:
             for metric in (*_COUNTS, *_HISTOGRAMS):
                 recorder.declare(metric, model=model)
+            for metric in _READER_HISTOGRAMS:
+                for forked in _FORKED.values():
+                    recorder.declare(metric, model=model, forked=forked)
         for key_class in key_classes - self._key_classes:
             for reason in REJECTION_REASONS:
                 recorder.declare(catalogue.REQUESTS_REJECTED, reason=reason, key_class=key_class)

@@ -24,14 +24,15 @@ class RequestRecord:
     `adapter` is the LoRA adapter of `model` that the request names. `fallback_of` is the model or
     adapter that could not take the request, so that `model` answered instead. `queue_s` is the wait
     in the model's queue. `sent_s` (first sent to a replica; None if no replica took it),
-    `first_byte_s` and `total_s` count from the request's arrival. `longest_gap_s` is the longest
-    time between two chunks of a stream. `replica_s` and, within it, `engine_s` are the seconds at
-    the last replica and in its engine. `generated_tokens` counts the tokens of all threads; if the
-    final cost is unknown, those reported so far. `prompt_tokens` is the gateway's estimate if the
-    request ended before a replica reported them. `retries` counts lost replicas. `replica` is the
-    one that finished the answer. `cancelled` is set if the client left or the server shut down
-    before the end. `trace_id` is the id of the request's OpenTelemetry trace. `batch_id` is the
-    batch of which the request is a line.
+    `first_byte_s` and `total_s` count from the request's arrival, like `certain_s`, the time to
+    certain token of a stream: the mean over its text tokens (`ReaderTimes`). `longest_silence_s` is
+    the longest time between two chunks with text. `replica_s` and, within it, `engine_s` are the
+    seconds at the last replica and in its engine. `generated_tokens` counts the tokens of all
+    threads; if the final cost is unknown, those reported so far. `prompt_tokens` is the gateway's
+    estimate if the request ended before a replica reported them. `retries` counts lost replicas.
+    `replica` is the one that finished the answer. `cancelled` is set if the client left or the
+    server shut down before the end. `trace_id` is the id of the request's OpenTelemetry trace.
+    `batch_id` is the batch of which the request is a line.
     """
 
     request_id: str
@@ -52,7 +53,8 @@ class RequestRecord:
     queue_s: float | None = None
     sent_s: float | None = None
     first_byte_s: float | None = None
-    longest_gap_s: float | None = None
+    certain_s: float | None = None
+    longest_silence_s: float | None = None
     total_s: float | None = None
     replica_s: float | None = None
     engine_s: float | None = None

@@ -108,6 +108,9 @@ from apar_core.metrics.engine import (
 _KEY_CLASS = {
     "key_class": "`metrics_class` of the API key; anonymous without a known key",
 }
+_STREAM = MODEL | {
+    "forked": "yes or no; unknown if the answer broke off, for instance because its client left"
+}
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -209,12 +212,20 @@ TIME_TO_FIRST_TOKEN = histogram(
     _LATENCY_S,
     "Time from a streamed request's arrival to the first chunk of its answer.",
 )
-LONGEST_CHUNK_GAP = histogram(
-    "apar_longest_chunk_gap_seconds",
+TIME_TO_CERTAIN_TOKEN = histogram(
+    "apar_time_to_certain_token_seconds",
     "seconds",
-    MODEL,
+    _STREAM,
     _LATENCY_S,
-    "Longest time between two chunks of a stream, which includes the loss of a replica.",
+    "Time from a streamed request's arrival until a token of its text is certain, because "
+    "all text before it is complete: the mean over the request's tokens.",
+)
+LONGEST_SILENCE = histogram(
+    "apar_longest_silence_seconds",
+    "seconds",
+    _STREAM,
+    _LATENCY_S,
+    "Longest time between two chunks of a stream with text, which includes the loss of a replica.",
 )
 REQUEST_LATENCY = histogram(
     "apar_request_latency_seconds",

@@ -157,12 +157,14 @@ async def relay_response(
     retries: Retries,
     wait_s: float | None = None,
     hold: Callable[[int], None] | None = None,
+    certain: Callable[[int], None] | None = None,
 ) -> None:
     """Call a replica and send its answer to the client, or an error if there is none.
 
     A replica must accept the request within `wait_s`, by default `retries.replica_wait_s`. `hold`
     is called with the bytes of a whole answer, which is kept until the client has read it; it may
-    raise CapacityError.
+    raise CapacityError. `certain` is called before each piece of a stream is sent, with the number
+    of text tokens that the client has then (`Piece.certain_tokens`).
     """
     deadlines = request.terms.deadlines
     wait_s = wait_s or retries.config.replica_wait_s
@@ -170,7 +172,9 @@ async def relay_response(
         wait_s = min(wait_s, max(0.0, deadlines.first[1] - time.time()) + _DEADLINE_GRACE_S)
     request = replace(request, replica_wait_s=wait_s)
     end: ResponseEnd | None = None
-    stream = _StreamRelay(request, send, observer, retries) if request.streams else None
+    stream = None
+    if request.streams:
+        stream = _StreamRelay(request, send, observer, retries, certain)
     try:
         async with asyncio.timeout(_time_left_s(deadlines)):
             if stream is None:
@@ -273,12 +277,18 @@ class _StreamRelay:
     """One streamed request, on one replica after another if necessary."""
 
     def __init__(
-        self, request: RelayedRequest, send: Send, observer: ResponseObserver, retries: Retries
+        self,
+        request: RelayedRequest,
+        send: Send,
+        observer: ResponseObserver,
+        retries: Retries,
+        certain: Callable[[int], None] | None,
     ) -> None:
         terms = replace(request.terms, keeps_journal=retries.config.continue_streams)
         self._request = replace(request, terms=terms)
         self._send = send
         self._observer = observer
+        self._certain = certain
         self._attempts = retries.attempts()
         self._stream = client_stream(form_of(request.path))
         self._journal = JournalBook()
@@ -359,6 +369,8 @@ class _StreamRelay:
         if part.journal:
             self._journal.add(part.journal)
         self._observer.progress(part.num_tokens, part.prompt_tokens)
+        if self._certain is not None:
+            self._certain(part.certain_tokens)
         events = normalised_events(self._stream.forward(part.body), form_of(self._request.path))
         if self._stream.ends_with(events):
             self._last, events = events, b""

@@ -140,13 +140,18 @@ class FollowedRequest:
             num_tokens=self.follower.take_num_tokens(),
             continuable=self.follower.continuable,
             prompt_tokens=self.follower.prompt_tokens,
+            certain_tokens=self.follower.certain_tokens,
         )
 
     def piece(self, body: bytes) -> Piece:
         """Make a piece of the answer, with the tokens and journal since the last part."""
         follower = self.follower
         return Piece(
-            body, follower.take_journal(), follower.take_num_tokens(), follower.prompt_tokens
+            body,
+            follower.take_journal(),
+            follower.take_num_tokens(),
+            follower.prompt_tokens,
+            follower.certain_tokens,
         )
 
     def end(self) -> ResponseEnd:

@@ -20,8 +20,8 @@ import secrets
 import socket
 import struct
 
-PROTOCOL = 2
-"""Version of handshake and frames. Version 1 had no handshake."""
+PROTOCOL = 3
+"""Version of handshake and frames. Version 1 had no handshake, version 2 no `certain_tokens`."""
 TOKEN_BYTES = 32
 
 _HANDSHAKE_S = 10.0

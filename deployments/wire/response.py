@@ -27,6 +27,7 @@ class ResponseStart:
     num_tokens: int = 0
     continuable: bool = False
     prompt_tokens: int = 0
+    certain_tokens: int = 0
 
     def __setstate__(self, state: list[Any]) -> None:
         """Unpickle; replicas of an earlier version send fewer fields, those of a later one more."""
@@ -38,13 +39,15 @@ class Piece(NamedTuple):
 
     `journal` covers at least the text of all pieces so far; it is empty unless the request's terms
     ask for it. `num_tokens` counts the new tokens of all threads together (thread steps).
-    `prompt_tokens` counts all tokens of the prompts that the engine has so far.
+    `prompt_tokens` counts all tokens of the prompts that the engine has so far. `certain_tokens`
+    counts all text tokens so far that are certain (`TreeStream`), which an ordered stream has sent.
     """
 
     body: bytes
     journal: Journal = ()
     num_tokens: int = 0
     prompt_tokens: int = 0
+    certain_tokens: int = 0
 
     @classmethod
     def from_wire(cls, wire: tuple[Any, ...]) -> "Piece":

@@ -32,7 +32,7 @@ from cluster.lab.virtual.core import (
 )
 from cluster.lab.virtual.engine import VirtualSpec
 from cluster.lab.virtual.executor import StepRecord
-from cluster.lab.virtual.reader import ReaderTimes
+from cluster.lab.virtual.reader import Reader
 from deployments.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
 from deployments.config.model import ModelConfig
 from deployments.config.retries import MAX_DEATHS, RetryConfig, pause_before_retry_s
@@ -84,7 +84,7 @@ class ClusterSettings:
 class Outcome:
     """Outcome of a request; times in seconds since the start, None until reached.
 
-    reader: times of its certain text, on the replica that ended it.
+    reader: has the times of its certain text, on the replica that ended it.
     error: why the request was refused or given up.
     """
 
@@ -93,7 +93,7 @@ class Outcome:
     first_token_s: float | None = None
     end_s: float | None = None
     replica_id: str | None = None
-    reader: ReaderTimes | None = None
+    reader: Reader | None = None
     cached_tokens: int = 0
     generated_tokens: int = 0
     retries: int = 0

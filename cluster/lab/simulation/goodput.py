@@ -42,6 +42,7 @@ METHODS = {
 _UNFORKED, _TIMED = (NO_FORKS, PACED), (PACED, ADAPTIVE)
 TIMES = {
     "ttft": "time to the first token",
+    "certain": "time to certain token, mean over the tokens of a request",
     "tpot": "time per token as the reader sees it",
     "path": "time per step of the critical path",
     "tbt": "95th percentile of the time between two pieces of text",
@@ -157,6 +158,7 @@ class GoodputSettings:
             "share": str(self.share),
             "requests": str(self.requests),
             "seed": str(self.seed),
+            "times": ", ".join(TIMES),
         }
 
     @property
@@ -193,15 +195,20 @@ def times_of(outcome: Outcome) -> dict[str, float] | None:
     request, reader = outcome.request, outcome.reader
     if reader is None:
         return None
+    seen = reader.times
+    first_s, last_s, certain_s = seen.first_s, seen.last_s, seen.certain_s
+    if first_s is None or last_s is None or certain_s is None:
+        return None
     assert outcome.end_s is not None
     assert outcome.first_token_s is not None
     further = max(1, request.answer.text_tokens - 1)
     return {
-        "ttft": reader.first_s - request.arrival_s,
-        "tpot": (reader.last_s - reader.first_s) / further,
+        "ttft": first_s - request.arrival_s,
+        "certain": certain_s - request.arrival_s,
+        "tpot": (last_s - first_s) / further,
         "path": (outcome.end_s - outcome.first_token_s) / max(1, outcome.critical_tokens - 1),
-        "tbt": reader.gap_s(0.95),
-        "silence": reader.gap_s(1.0),
+        "tbt": reader.silence_s(0.95),
+        "silence": seen.longest_silence_s or 0.0,
         "e2e": outcome.end_s - request.arrival_s,
     }
 

@@ -47,7 +47,7 @@ from apar_core.tree.thread_names import (
 from apar_core.vllm_names import EngineArgs, EngineCore, FinishReason, Request, call_at_preemption
 from cluster.lab.virtual.engine import VirtualSpec, engine_arguments, write_model_folder
 from cluster.lab.virtual.executor import StepTotals, VirtualClock, VirtualDevice
-from cluster.lab.virtual.reader import Reader, ReaderTimes
+from cluster.lab.virtual.reader import Reader
 from cluster.lab.virtual.text import checkpoint_tokens
 
 # After more idle steps than this, nothing will ever change.
@@ -80,7 +80,7 @@ class CoreEvent:
     cached_tokens: prompt tokens found in the prefix cache.
     generated_tokens: tokens of all threads so far, fork and end tokens included.
     text_tokens: the same without fork and end tokens.
-    reader: of an end, when the reader of an ordered stream has seen the text.
+    reader: of an end, what the reader of an ordered stream has seen, and when.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class CoreEvent:
     cached_tokens: int
     generated_tokens: int
     text_tokens: int
-    reader: ReaderTimes | None
+    reader: Reader | None
 
 
 @dataclass(slots=True)
@@ -344,7 +344,7 @@ class VirtualCore:
             live.cached_tokens,
             generated,
             generated - num_hidden,
-            live.reader.times if is_end else None,
+            live.reader if is_end else None,
         )
 
     def _count_preemption(self) -> None:

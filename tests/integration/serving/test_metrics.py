@@ -195,12 +195,16 @@ def test_a_mix_of_requests_adds_up_to_what_their_answers_say(server: Server, pag
         catalogue.REQUEST_LATENCY: answered.num_requests,
         catalogue.QUEUE_TIME: answered.num_requests,
         catalogue.TIME_TO_FIRST_TOKEN: answered.num_streams,
-        catalogue.LONGEST_CHUNK_GAP: answered.num_streams,
+        catalogue.TIME_TO_CERTAIN_TOKEN: answered.num_streams,
+        catalogue.LONGEST_SILENCE: answered.num_streams,
     }
     for metric, value in counts.items():
         assert change(page, metric, "_count") == value
         assert change(page, metric, "_bucket", le="+Inf") == value
     assert change(page, catalogue.TIME_TO_FIRST_TOKEN, "_sum") > 0
+    forked = change(page, catalogue.TIME_TO_CERTAIN_TOKEN, "_count", forked="yes")
+    assert 0 < forked <= answered.num_streams
+    assert change(page, catalogue.TIME_TO_CERTAIN_TOKEN, "_count", forked="unknown") == 0
     assert 0 < change(page, catalogue.REQUEST_LATENCY, "_sum") <= answered.seconds
 
 

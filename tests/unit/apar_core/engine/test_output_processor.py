@@ -78,6 +78,37 @@ def test_request_sees_one_text_and_no_control_tokens() -> None:
     assert record.statistics.forks == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "certain"),
+    [
+        ({}, [1, 1, 4]),  # The text of the fork's child comes first.
+        ({"plain": True}, [2, 5, 7]),
+        ({"enabled": False}, [2, 5, 6]),
+    ],
+)
+def test_a_follower_counts_the_tokens_that_are_certain(
+    kind: dict[str, Any], certain: list[int]
+) -> None:
+    processor: Any = ForkOutputProcessor(None, log_stats=False)
+    follower = followed(processor)
+    add_request(processor, "r", "client's", **kind)
+    forks = not kind
+    counts = []
+    for outputs in (
+        [output("r", [10, FORK])],
+        [output("r", [11, END], FinishReason.STOP) if forks else output("r", [11, 12, 13])],
+        [
+            output("r~0", [20, 21, END], FinishReason.STOP)
+            if forks
+            else output("r", [14, END], FinishReason.STOP)
+        ],
+    ):
+        processor.process_outputs(outputs)
+        counts.append(follower.certain_tokens)
+
+    assert counts == certain
+
+
 @pytest.mark.parametrize(("held", "second"), [(True, [0.125] * 4), (False, [0.5])])
 def test_the_time_between_tokens_that_come_together_is_divided_among_their_steps(
     held: bool, second: list[float]

@@ -228,7 +228,7 @@ def test_a_block_whose_children_are_refused_opens_before_its_thread_ends(
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "interval_s"), [(1, 0.05), (15, 0.05), (16, 0.1), (32, 0.15), (500, 0.2)]
+    ("num_requests", "interval_s"), [(1, 0.05), (15, 0.05), (16, 0.1), (500, 0.1)]
 )
 def test_many_streams_have_longer_intervals(num_requests: int, interval_s: float) -> None:
     assert interval_under_load(0.05, num_requests) == pytest.approx(interval_s)

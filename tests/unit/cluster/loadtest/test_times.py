@@ -15,6 +15,7 @@ def test_every_time_matches_its_definition() -> None:
         "ttft": 1.0,
         "tpot": 0.5,
         "path": 1.0,
+        "certain": 2.0,
         "paragraph": 2.0,
         "silence": 0.5,
         "e2e": 3.0,
@@ -40,6 +41,13 @@ def test_the_longest_silence_is_that_between_two_chunks_of_text() -> None:
     assert REQUEST_TIMES["silence"].of(one) == 2.5
 
 
+def test_the_time_to_certain_token_is_the_mean_over_the_text() -> None:
+    one = record(pieces=[(1.0, 4), (2.0, 12)])
+
+    assert REQUEST_TIMES["certain"].of(one) == (4 * 1.0 + 12 * 2.0) / 16
+    assert REQUEST_TIMES["certain"].of(record(pieces=[])) is None
+
+
 def test_objectives_are_read_with_their_units() -> None:
     assert parse_slo("ttft=2s, tpot=50ms,e2e=0.5s") == {"ttft": 2.0, "tpot": 0.05, "e2e": 0.5}
 
@@ -47,7 +55,10 @@ def test_objectives_are_read_with_their_units() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("first=2s", "unknown time 'first'; known: ttft, tpot, path, paragraph, silence, e2e"),
+        (
+            "first=2s",
+            "unknown time 'first'; known: ttft, tpot, path, certain, paragraph, silence, e2e",
+        ),
         ("ttft=2", "'2' is not a duration"),
         ("ttft=1.2.3s", "'1.2.3s' is not a duration"),
         ("ttft=0s", "the time must be above 0"),

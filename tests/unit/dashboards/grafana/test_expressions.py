@@ -55,7 +55,7 @@ def test_every_query_aggregates_to_a_bounded_set_of_labels(expression: str) -> N
     assert re.search(r"\b(sum|avg|max|count)\b", expression)
 
     bounded = {"model", "model_name", "replica", "le"}
-    bounded |= {"state", "outcome", "reason", "key_class", "source"}
+    bounded |= {"state", "outcome", "reason", "key_class", "source", "forked"}
     bounded |= {"alertname", "severity", "alertstate", "cluster", "namespace"}
     bounded |= {"version", "vllm", "ray", "python"}
     assert grouped_by(expression) <= bounded

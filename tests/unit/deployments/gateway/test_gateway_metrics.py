@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,27 +260,66 @@ async def test_requests_and_tokens_are_counted_by_key_class() -> None:
 
 
 class Pausing(FakeReplicas):
-    """A stream of four chunks, with pauses between them."""
+    """A stream whose replica is lost in its middle; some chunks have no text in reading order."""
+
+    def __init__(self, forks: int) -> None:
+        super().__init__(STREAM)
+        self.forks = forks
+        self.begun = False
 
     async def stream(self, request: RelayedRequest) -> AsyncGenerator[Any, None]:
-        yield STREAM
-        for pause_s in (0.0, 0.05, 0.0):
+        yield replace(STREAM, continuable=True)
+        if not self.begun:
+            self.begun = True
+            for pause_s, certain in ((0.25, 1), (0.5, 3), (0.25, 3)):
+                await asyncio.sleep(pause_s)
+                yield Piece(b"data: {}\n\n", certain_tokens=certain)
+            raise ReplicaLostError("gone")
+        # The tokens that the client has count again.
+        for pause_s, certain in ((0.0, 3), (0.5, 6), (0.125, 8)):
             await asyncio.sleep(pause_s)
-            yield Piece(b"data: {}\n\n")
+            yield Piece(b"data: {}\n\n", certain_tokens=certain)
+        yield ResponseEnd(threads=self.forks + 1, forks=self.forks)
 
 
 @pytest.mark.usefixtures("simulated_clocks")
-async def test_the_longest_gap_of_a_stream_is_measured() -> None:
-    exported = ExportedMetrics(Pausing(), FakeReplicas(OK))
+@pytest.mark.parametrize(("forks", "forked"), [(0, "no"), (2, "yes")])
+async def test_a_streams_times_are_those_of_its_text_in_reading_order(
+    forks: int, forked: str
+) -> None:
+    exported = ExportedMetrics(Pausing(forks), FakeReplicas(OK))
+    exported.gateway.take_metrics()
+    other = {"no": "yes", "yes": "no"}[forked]
 
     await exported.http.post(CHAT, json={"model": "m", "stream": True})
     await exported.http.post(CHAT, json={"model": "m1"})
-    exported.gateway.take_metrics()
 
-    assert exported.value(catalogue.LONGEST_CHUNK_GAP, "_count", model="m") == 1
-    longest_s = exported.value(catalogue.LONGEST_CHUNK_GAP, "_sum", model="m")
-    assert longest_s == pytest.approx(0.05)
-    assert exported.value(catalogue.LONGEST_CHUNK_GAP, "_count", model="m1") == 0
+    def value(metric: Metric, part: str) -> float | None:
+        assert exported.value(metric, "_count", model="m", forked=other) == 0
+        assert exported.value(metric, "_count", model="m", forked="unknown") == 0
+        assert exported.value(metric, "_count", model="m", forked=forked) == 1
+        assert exported.value(metric, "_count", model="m1", forked="unknown") == 0
+        return exported.value(metric, part, model="m", forked=forked)
+
+    # 1 token after 0.25 s, 2 more after 0.75 s; the next 3 after 1.5 s at least.
+    pause_s = value(catalogue.LONGEST_SILENCE, "_sum")
+    assert pause_s is not None
+    assert pause_s >= 0.75
+    mean_s = (0.25 + 2 * 0.75 + 3 * (0.75 + pause_s) + 2 * (0.875 + pause_s)) / 8
+    assert value(catalogue.TIME_TO_CERTAIN_TOKEN, "_sum") == pytest.approx(mean_s)
+
+
+async def test_a_stream_that_breaks_off_does_not_tell_whether_it_forked() -> None:
+    lost = FakeReplicas(
+        ResponseStart(200, EVENTS, b"data: {}\n\n", certain_tokens=1), ReplicaLostError("gone")
+    )
+    exported = ExportedMetrics(lost)
+
+    await exported.http.post(CHAT, json={"model": "m", "stream": True})
+
+    for forked, number in (("unknown", 1), ("yes", None), ("no", None)):
+        found = exported.value(catalogue.TIME_TO_CERTAIN_TOKEN, "_count", model="m", forked=forked)
+        assert found == number
 
 
 async def test_a_blocked_event_loop_is_measured() -> None:

@@ -54,8 +54,11 @@ def named_by_vllm() -> Iterator[None]:
 async def test_a_request_is_one_line_at_its_end(
     logs: ProcessLogs, tmp_path: Path, streaming: bool
 ) -> None:
-    parts = (Piece(b'data: {"secret":"answer"}\n\n', num_tokens=4),) if streaming else ()
-    start = ResponseStart(200, EVENTS if streaming else JSON, b"data: {}\n\n", num_tokens=5)
+    piece = Piece(b'data: {"secret":"answer"}\n\n', num_tokens=4, certain_tokens=7)
+    parts = (piece,) if streaming else ()
+    start = ResponseStart(
+        200, EVENTS if streaming else JSON, b"data: {}\n\n", num_tokens=5, certain_tokens=5
+    )
     http = client(FakeReplicas(start, *parts, end=END))
 
     await http.post(CHAT, json=BODY | {"stream": streaming}, headers={"x-request-id": "r1"})
@@ -65,8 +68,12 @@ async def test_a_request_is_one_line_at_its_end(
     assert line.pop("time").endswith("+00:00")
     times = [line.pop(name) for name in ("queue_s", "sent_s", "first_byte_s", "total_s")]
     assert times == sorted([0.0, *times])[1:]
-    gap_s = line.pop("longest_gap_s")
-    assert 0 <= gap_s <= times[-1] if streaming else gap_s is None
+    certain_s, silence_s = line.pop("certain_s"), line.pop("longest_silence_s")
+    if streaming:
+        assert times[1] <= certain_s <= times[-1]
+        assert 0 <= silence_s <= times[-1]
+    else:
+        assert (certain_s, silence_s) == (None, None)
     assert line == {
         "level": "INFO",
         "logger": "deployments.gateway.request_log",

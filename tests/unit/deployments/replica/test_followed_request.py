@@ -73,15 +73,17 @@ def test_each_part_has_the_journal_since_the_last_one() -> None:
     request, follower = followed(RequestTerms(keeps_journal=True))
 
     follower.add(EngineCoreOutput("r", [10, 11]))
+    follower.certain(2)
     start = request.start(ResponseStart(200, [], b"a"))
     follower.add(EngineCoreOutput("r", [12]))
+    follower.certain(1)
     follower.add(EngineCoreOutput("r~0", [20], finish_reason=FinishReason.STOP))
 
-    assert start == ResponseStart(200, [], b"a", (ThreadDelta((), (10, 11)),), 2, True, 5)
+    assert start == ResponseStart(200, [], b"a", (ThreadDelta((), (10, 11)),), 2, True, 5, 2)
     assert request.piece(b"b") == Piece(
-        b"b", (ThreadDelta((), (12,)), ThreadDelta((0,), (20,), 0)), 2, 5
+        b"b", (ThreadDelta((), (12,)), ThreadDelta((0,), (20,), 0)), 2, 5, 3
     )
-    assert request.piece(b"c") == Piece(b"c", prompt_tokens=5)
+    assert request.piece(b"c") == Piece(b"c", prompt_tokens=5, certain_tokens=3)
     assert request.end() == ResponseEnd(5, 4, 1, 0, 4)
 
 

@@ -149,7 +149,7 @@ def test_a_long_body_is_cut_into_frames_after_its_journal() -> None:
 
     assert (start.journal, start.num_tokens, end) == (journal, 2, ResponseEnd(1, 2))
     assert (first.journal, first.num_tokens) == (journal, 2)
-    assert [each[1:] for each in rest] == [each[1:] for each in pieces] == [((), 0, 0)] * 2
+    assert [each[1:] for each in rest] == [each[1:] for each in pieces] == [((), 0, 0, 0)] * 2
     assert b"".join(each.body for each in (start, *rest)) == body
     assert b"".join(each.body for each in (first, *pieces)) == body
 

@@ -9,7 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from deployments.wire import handshake
-from deployments.wire.handshake import HandshakeError, admit_gateway, greet_replica
+from deployments.wire.handshake import (
+    PROTOCOL,
+    HandshakeError,
+    admit_gateway,
+    greet_replica,
+)
 
 TOKEN = bytes(range(32))
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -74,7 +79,7 @@ def proof(role: bytes, said: bytes, token: bytes) -> bytes:
 
 
 Answer = Callable[[bytes], bytes]
-GREETING = struct.pack(">4sI32s", b"apar", 2, b"n" * 32)
+GREETING = struct.pack(">4sI32s", b"apar", PROTOCOL, b"n" * 32)
 ROGUE_REPLICAS: dict[str, tuple[Answer, str]] = {
     "knows another token": (
         lambda said: GREETING + proof(b"replica", said + GREETING, b"x" * 32),
@@ -91,8 +96,8 @@ ROGUE_REPLICAS: dict[str, tuple[Answer, str]] = {
     ),
     "is a web server": (lambda said: b"HTTP/1.1 400 Bad Request\r\n" * 9, "another protocol"),
     "is of the next version": (
-        lambda said: struct.pack(">4sI32s", b"apar", 3, bytes(32)) + bytes(32),
-        "speaks version 3 of the protocol, this end version 2",
+        lambda said: struct.pack(">4sI32s", b"apar", PROTOCOL + 1, bytes(32)) + bytes(32),
+        f"speaks version {PROTOCOL + 1} of the protocol, this end version {PROTOCOL}",
     ),
 }
 

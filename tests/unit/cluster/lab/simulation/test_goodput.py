@@ -24,6 +24,7 @@ from cluster.lab.simulation.goodput import (
 )
 from cluster.lab.simulation.runs import NO_FORKS
 from cluster.lab.simulation.workload import RecordedData
+from cluster.lab.sizing.search import rate_place
 from tests.unit.cluster.lab.simulation.test_cluster import DATA, SETTINGS
 
 STRICT, LOOSE = "ttft=1s,tpot=1.5x", "ttft=2s,tpot=3x"
@@ -101,6 +102,20 @@ def test_the_highest_rate_meets_the_slo_and_no_rate_exceeds_the_bound(method: st
         bound = rate_bound(settings, requests, slo)
         assert bound is not None
         assert best.rate <= 1.05 * bound
+
+
+def test_forks_make_tokens_certain_sooner_although_the_first_comes_no_sooner() -> None:
+    settings = settings_of(LOOSE)
+    # One request at a time.
+    place = rate_place(0.05)
+    runs = {}
+    for method in (NO_FORKS, "eager"):
+        nominal = goodput.nominal_requests(settings, POISSON, method, 0.1)[:20]
+        runs[method] = goodput.run_rate(settings, method, None, nominal, place).p95
+
+    assert runs["eager"]["ttft"] == pytest.approx(runs[NO_FORKS]["ttft"])
+    assert runs["eager"]["ttft"] < runs["eager"]["certain"] < runs["eager"]["e2e"]
+    assert runs["eager"]["certain"] < 0.9 * runs[NO_FORKS]["certain"]
 
 
 def test_finished_searches_are_not_repeated(

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from apar_core.tree import ROOT_THREAD, ParagraphTree, child_thread
+from apar_core.tree.reader_times import ReaderTimes
 from apar_core.tree.restore import TreeStream
 from apar_core.tree.thread_names import replay_key
-from cluster.lab.virtual.reader import Reader, ReaderTimes
+from cluster.lab.virtual.reader import Reader
 
 FORK, END = 1, 2
 
@@ -43,7 +43,8 @@ def test_text_is_seen_when_the_ordered_stream_has_it(
     generated: dict[str, int] = defaultdict(int)
     open_threads = [ROOT_THREAD]
     num_children: dict[object, int] = defaultdict(int)
-    seen_at: list[float] = []
+    seen = ReaderTimes()
+    silences_s: list[float] = []
     now_s = 0.0
     while open_threads:
         now_s += 1.0
@@ -64,14 +65,12 @@ def test_text_is_seen_when_the_ordered_stream_has_it(
             else:
                 tree.append(thread, [token])
         reader.advance(generated, now_s)
-        if stream.take():
-            seen_at.append(now_s)
+        silence_s = seen.add(len(stream.take()), now_s)
+        silences_s += [] if silence_s is None else [silence_s]
 
-    if not seen_at:
-        assert reader.times is None
-        return
-    gaps = [after - before for before, after in pairwise(seen_at)]
-    assert reader.times == ReaderTimes(seen_at[0], seen_at[-1], tuple(sorted(gaps)))
+    assert reader.times == seen
+    assert reader.silence_s(1.0) == max(silences_s, default=0.0)
+    assert reader.silence_s(0.0) == min(silences_s, default=0.0)
 
 
 def test_a_fork_token_of_a_request_that_does_not_fork_is_text() -> None:
@@ -79,4 +78,6 @@ def test_a_fork_token_of_a_request_that_does_not_fork_is_text() -> None:
     for number in range(1, 5):
         reader.advance({"r": number}, float(number))
 
-    assert reader.times == ReaderTimes(1.0, 3.0, (1.0, 1.0))
+    assert (reader.times.first_s, reader.times.last_s) == (1.0, 3.0)
+    assert reader.times.certain_s == 2.0
+    assert reader.silence_s(1.0) == 1.0
