@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from typing import Any
 
 from rich.console import Console
@@ -51,12 +52,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Forked and sequential decoding at one batch size, medians over the repeats."""
+    """Forked and sequential decoding at one batch size, medians over the repeats.
+
+    `wall_ratios` are those of each repeat, smallest first.
+    """
 
     batch_size: int
     num_answers: int
     forked: Measured
     sequential: Measured
+    wall_ratios: tuple[float, ...]
 
     @property
     def step_ratio(self) -> float:
@@ -67,6 +72,17 @@ class Comparison:
     def wall_ratio(self) -> float:
         """Sequential time divided by forked time."""
         return self.sequential.wall_s / self.forked.wall_s
+
+
+def answers_to(
+    engine: OfflineEngine, questions: Sequence[str], max_tokens: int, number: int
+) -> list[ForkedAnswer]:
+    """Generate greedy answers to questions; repeat those that fork and end by themselves."""
+    prompts = [tuple(engine.chat_prompt(each)["prompt_token_ids"]) for each in questions]
+    forked = _forked_of(engine, prompts, max_tokens)
+    if not forked:
+        raise SystemExit(f"none of {len(prompts)} answers forks within {max_tokens} tokens")
+    return list(islice(cycle(forked), number))
 
 
 def forked_answers(engine: OfflineEngine, number: int) -> list[ForkedAnswer]:
@@ -85,20 +101,27 @@ def forked_answers(engine: OfflineEngine, number: int) -> list[ForkedAnswer]:
         )
         for chat in chats
     ]
-    answers = engine.generate(
-        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-        {"temperature": 0.0, "max_tokens": MAX_TOKENS},
-    )
-    forked = [
-        _forked_answer(engine, prompt, answer.record.trees[0])
-        for prompt, answer in zip(prompts, answers, strict=True)
-        if answer.finish_reason == "stop" and answer.record and answer.record.statistics.forks
-    ]
+    forked = _forked_of(engine, prompts, MAX_TOKENS)
     if len(forked) < number:
         raise SystemExit(
             f"only {len(forked)} of {len(prompts)} answers fork, but {number} are needed"
         )
     return forked[:number]
+
+
+def _forked_of(
+    engine: OfflineEngine, prompts: Sequence[tuple[int, ...]], max_tokens: int
+) -> list[ForkedAnswer]:
+    """Answer prompts; return the answers that fork and end by themselves."""
+    answers = engine.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        {"temperature": 0.0, "max_tokens": max_tokens},
+    )
+    return [
+        _forked_answer(engine, prompt, answer.record.trees[0])
+        for prompt, answer in zip(prompts, answers, strict=True)
+        if answer.finish_reason == "stop" and answer.record and answer.record.statistics.forks
+    ]
 
 
 def compare(
@@ -114,13 +137,17 @@ def compare(
         if number > 0:  # the first repeat is a warm-up
             forked.append(one)
             sequential.append(other)
-    return Comparison(batch_size, len(answers), _median(forked), _median(sequential))
+    ratios = sorted(
+        other.wall_s / one.wall_s for one, other in zip(forked, sequential, strict=True)
+    )
+    return Comparison(batch_size, len(answers), _median(forked), _median(sequential), tuple(ratios))
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     table = Table(title="The same answers, forked and sequential (one engine, interleaved)")
     for name in ("batch", "answers", "tokens", "steps", "steps seq.", "fewer steps",
-                 "seconds", "seconds seq.", "faster", "faster / fewer steps"):  # fmt: skip
+                 "seconds", "seconds seq.", "faster", "from", "to",
+                 "faster / fewer steps"):  # fmt: skip
         table.add_column(name, justify="right")
     for each in comparisons:
         table.add_row(
@@ -133,18 +160,41 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             f"{each.forked.wall_s:.2f}",
             f"{each.sequential.wall_s:.2f}",
             f"{each.wall_ratio:.2f}x",
+            f"{each.wall_ratios[0]:.2f}x",
+            f"{each.wall_ratios[-1]:.2f}x",
             f"{each.wall_ratio / each.step_ratio:.2f}",
         )
     return table
 
 
-def run(engine: OfflineEngine, console: Console, *, repeats: int) -> dict[str, Any]:
-    """Print the comparison at each batch size, and the cost of a fork; return plain values."""
-    answers = forked_answers(engine, max(BATCH_SIZES))
+def run(
+    engine: OfflineEngine,
+    console: Console,
+    *,
+    repeats: int,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    questions: Sequence[str] = (),
+    max_tokens: int = MAX_TOKENS,
+) -> dict[str, Any]:
+    """Print the comparison at each batch size, and the cost of a fork; return plain values.
+
+    Answers are those to the questions, by default to the embedded model's own.
+    """
+    number = max(batch_sizes)
+    answers = (
+        answers_to(engine, questions, max_tokens, number)
+        if questions
+        else forked_answers(engine, number)
+    )
     comparisons = [
         # Batch size 1 takes long, so use fewer answers.
-        compare(engine, answers[:12] if size == 1 else answers, batch_size=size, repeats=repeats)
-        for size in BATCH_SIZES
+        compare(
+            engine,
+            answers[: 12 if size == 1 else max(size, max(BATCH_SIZES))],
+            batch_size=size,
+            repeats=repeats,
+        )
+        for size in batch_sizes
     ]
     console.print(comparison_table(comparisons))
     return {
