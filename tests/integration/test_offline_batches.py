@@ -29,13 +29,15 @@ BATCH = [sys.executable, "-m", "tests.integration.ray_data_batch"]
 CONTROL = re.compile(r"\[(Fork|Child)\]")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # A Ray cluster of the test's own, without a token in the user's home.
     "RAY_AUTH_MODE": "disabled",
     # Replicas of other tests take memory, too.
     "RAY_memory_monitor_refresh_ms": "0",
+    # By default Ray's workers, and so the engines, run at a lower priority.
+    "RAY_worker_niceness": "0",
     # Sampling with log-probabilities would be compiled in each replica.
     "TORCH_COMPILE_DISABLE": "1",
 }
@@ -117,7 +119,7 @@ def test_the_guides_ray_data_program_writes_restored_answers(tmp_path: Path) -> 
     assert not CONTROL.search(printed)
 
 
-@pytest.mark.parametrize("victim", ["MapWorker", "VLLM::EngineCore"])
+@pytest.mark.parametrize("victim", ["vLLMEngineStageUDF", "VLLM::EngineCore"])
 def test_ray_data_loses_no_row_when_a_process_of_a_replica_is_killed(
     tmp_path: Path, victim: str
 ) -> None:
