@@ -48,8 +48,6 @@ def main() -> None:
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    # More than the machine has: Ray Data reserves a core for each of its stages.
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     config = vLLMEngineProcessorConfig(
         model_source=str(checkpoint_path()),
         engine_kwargs={
@@ -76,7 +74,6 @@ def main() -> None:
         for row in processor(rows).iter_rows():
             file.write(json.dumps(row, default=lambda value: value.tolist()) + "\n")
             file.flush()
-    ray.shutdown()
 
 
 if __name__ == "__main__":
