@@ -43,10 +43,15 @@ class ForkedAnswer:
 
 @dataclass(frozen=True)
 class Measured:
-    """Engine steps, wall time and text tokens of all answers."""
+    """Engine steps, wall time and text tokens of all answers.
+
+    `cpu_s` is the CPU time of this process, which runs the engine: on a shared machine it says more
+    than the wall time.
+    """
 
     steps: int
     wall_s: float
+    cpu_s: float
     text_tokens: int
 
 
@@ -54,7 +59,7 @@ class Measured:
 class Comparison:
     """Forked and sequential decoding at one batch size, medians over the repeats.
 
-    `wall_ratios` are those of each repeat, smallest first.
+    `wall_ratios` and `cpu_ratios` are those of each repeat, smallest first.
     """
 
     batch_size: int
@@ -62,6 +67,7 @@ class Comparison:
     forked: Measured
     sequential: Measured
     wall_ratios: tuple[float, ...]
+    cpu_ratios: tuple[float, ...]
 
     @property
     def step_ratio(self) -> float:
@@ -72,6 +78,11 @@ class Comparison:
     def wall_ratio(self) -> float:
         """Sequential time divided by forked time."""
         return self.sequential.wall_s / self.forked.wall_s
+
+    @property
+    def cpu_ratio(self) -> float:
+        """Sequential CPU time divided by forked CPU time."""
+        return self.sequential.cpu_s / self.forked.cpu_s
 
 
 def answers_to(
@@ -130,24 +141,30 @@ def compare(
     """Generate all answers both ways, in turn within each repeat."""
     forked: list[Measured] = []
     sequential: list[Measured] = []
-    description = f"batch {batch_size}"
-    for number in track(range(repeats + 1), description=description, transient=True):
-        one = _run(engine, answers, batch_size, as_threads=True)
-        other = _run(engine, answers, batch_size, as_threads=False)
-        if number > 0:  # the first repeat is a warm-up
-            forked.append(one)
-            sequential.append(other)
-    ratios = sorted(
-        other.wall_s / one.wall_s for one, other in zip(forked, sequential, strict=True)
+    for as_threads in (True, False):
+        # Warm-up: the first steps of a kind take longer.
+        _run(engine, answers[:2], batch_size, as_threads=as_threads)
+    for number in track(range(repeats), description=f"batch {batch_size}", transient=True):
+        # A minute in which the machine is slow hits both alike.
+        for as_threads in (True, False) if number % 2 == 0 else (False, True):
+            measured = _run(engine, answers, batch_size, as_threads=as_threads)
+            (forked if as_threads else sequential).append(measured)
+    pairs = list(zip(forked, sequential, strict=True))
+    return Comparison(
+        batch_size,
+        len(answers),
+        _median(forked),
+        _median(sequential),
+        wall_ratios=tuple(sorted(other.wall_s / one.wall_s for one, other in pairs)),
+        cpu_ratios=tuple(sorted(other.cpu_s / one.cpu_s for one, other in pairs)),
     )
-    return Comparison(batch_size, len(answers), _median(forked), _median(sequential), tuple(ratios))
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     table = Table(title="The same answers, forked and sequential (one engine, interleaved)")
     for name in ("batch", "answers", "tokens", "steps", "steps seq.", "fewer steps",
                  "seconds", "seconds seq.", "faster", "from", "to",
-                 "faster / fewer steps"):  # fmt: skip
+                 "less CPU time", "faster / fewer steps"):  # fmt: skip
         table.add_column(name, justify="right")
     for each in comparisons:
         table.add_row(
@@ -162,6 +179,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             f"{each.wall_ratio:.2f}x",
             f"{each.wall_ratios[0]:.2f}x",
             f"{each.wall_ratios[-1]:.2f}x",
+            f"{each.cpu_ratio:.2f}x",
             f"{each.wall_ratio / each.step_ratio:.2f}",
         )
     return table
@@ -186,20 +204,20 @@ def run(
         if questions
         else forked_answers(engine, number)
     )
-    comparisons = [
+    comparisons: list[Comparison] = []
+    for size in batch_sizes:
         # Batch size 1 takes long, so use fewer answers.
-        compare(
-            engine,
-            answers[: 12 if size == 1 else max(size, max(BATCH_SIZES))],
-            batch_size=size,
-            repeats=repeats,
-        )
-        for size in batch_sizes
-    ]
-    console.print(comparison_table(comparisons))
+        asked = answers[: 12 if size == 1 else max(size, max(BATCH_SIZES))]
+        comparisons.append(compare(engine, asked, batch_size=size, repeats=repeats))
+        console.print(comparison_table(comparisons[-1:]))
     return {
         "decoding": [
-            {**asdict(each), "step_ratio": each.step_ratio, "wall_ratio": each.wall_ratio}
+            {
+                **asdict(each),
+                "step_ratio": each.step_ratio,
+                "wall_ratio": each.wall_ratio,
+                "cpu_ratio": each.cpu_ratio,
+            }
             for each in comparisons
         ],
         "fork_cost": _fork_cost(engine, console, answers),
@@ -264,7 +282,7 @@ def _run(
     engine.scheduler.reset_prefix_cache()
     text_tokens = 0
     with counted_steps(engine) as steps:
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         for first in range(0, len(prompts), batch_size):
             last = first + batch_size
             for answer, given in zip(
@@ -278,13 +296,15 @@ def _run(
                     raise RuntimeError(f"{answer.text!r} is not the requested answer")
                 text_tokens += len(generated)
         wall_s = time.perf_counter() - start
-    return Measured(steps[0], wall_s, text_tokens)
+        cpu_s = time.process_time() - start_cpu
+    return Measured(steps[0], wall_s, cpu_s, text_tokens)
 
 
 def _median(measured: Sequence[Measured]) -> Measured:
     return Measured(
         steps=measured[0].steps,
         wall_s=statistics.median(each.wall_s for each in measured),
+        cpu_s=statistics.median(each.cpu_s for each in measured),
         text_tokens=measured[0].text_tokens,
     )
 
