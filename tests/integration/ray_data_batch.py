@@ -18,16 +18,17 @@ from apar_core.models.apar_tiny import checkpoint_path
 
 REPLICAS = 2
 BATCH_ROWS = 8
+NUM_QUESTIONS = 3
 
 
 def question(row: dict[str, Any]) -> dict[str, Any]:
     """Ask for lists, so that most answers fork."""
-    content = f"Give me {3 + row['id'] % 5} tips for learning guitar."
+    content = f"Give me {3 + row['id'] % NUM_QUESTIONS} tips for learning guitar."
     return {
         "messages": [{"role": "user", "content": content}],
         "sampling_params": {
             "temperature": 0.0,
-            "max_tokens": 200,
+            "max_tokens": 400,
             "logprobs": 0,
             "extra_args": {"apar_tree": True},
         },

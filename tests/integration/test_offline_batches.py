@@ -18,6 +18,7 @@ import pytest
 from apar_core.engine.answer_tree import AnswerTree
 from cluster.local_ray import free_port
 from tests.fakes.quick_start import ROOT, blocks, program
+from tests.integration.ray_data_batch import NUM_QUESTIONS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -189,7 +190,11 @@ def test_ray_data_loses_no_row_when_a_process_of_a_replica_is_killed(
         batch.wait()
 
     assert num_at_kill < ROWS
-    check_rows([json.loads(line) for line in lines_of(out)], ROWS)
+    rows = [json.loads(line) for line in lines_of(out)]
+    check_rows(rows, ROWS)
+    # Greedy answers are the same again after a kill.
+    assert {row["tree"]["finish_reason"] for row in rows} == {"stop"}
+    assert len({(row["id"] % NUM_QUESTIONS, row["text"]) for row in rows}) == NUM_QUESTIONS
     # The killed replica's other processes ended with it, and the others with the run.
     wait_for(lambda: not processes_called("VLLM::", cluster), None, log)
 

@@ -64,8 +64,9 @@ def read(engine: OfflineEngine, rows: list[Sequence]) -> list[list[float]]:
     """Return the log-probabilities of the threads' own tokens, read as prompts."""
     from vllm import SamplingParams
 
+    prompts: list[Any] = [{"prompt_token_ids": list(row.token_ids)} for row in rows]
     outputs: list[Any] = engine.llm.generate(
-        [{"prompt_token_ids": list(row.token_ids)} for row in rows],
+        prompts,
         SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
         use_tqdm=False,
     )

@@ -29,9 +29,8 @@ def trees_of(
     """Return the prompt, and tree and text of each choice. Runs in the engine's process."""
     from vllm import SamplingParams
 
-    [output] = engine.llm.generate(
-        [engine.chat_prompt(QUESTION)], SamplingParams(**settings), use_tqdm=False
-    )
+    prompts: list[Any] = [engine.chat_prompt(QUESTION)]
+    [output] = engine.llm.generate(prompts, SamplingParams(**settings), use_tqdm=False)
     trees = [answer_tree(completion) for completion in output.outputs]
     return list(output.prompt_token_ids or ()), trees, [each.text for each in output.outputs]
 
@@ -56,6 +55,7 @@ def test_a_tree_has_the_threads_of_the_answer(engine: EngineProcess) -> None:
     assert food.token_ids == ids(": eat", FORK, " early.", END)
     # A child has read its parent up to the fork token.
     for child, parent in ((rest, root), (food, root), (greens, food)):
+        assert child.forked_at is not None
         assert parent.token_ids[child.forked_at - 1] == token_id(FORK)
         assert child.seed_token_ids == ids(CHILD)
     assert [each.text for each in tree.threads] == [

@@ -207,9 +207,9 @@ def test_a_missing_tree_is_explained() -> None:
 
     with pytest.raises(EngineError, match=r"extra_args=\{'apar_tree': True\}.*ForkScheduler"):
         answer_tree(completion)
-    for metrics in (None, {}):
+    for row in ({"metrics": None}, {"metrics": {}}, {}):
         with pytest.raises(EngineError, match="disable_log_stats"):
-            row_trees({"generated_text": "text", "metrics": metrics})
+            row_trees(row)
 
 
 def test_a_sequence_needs_a_known_thread_of_a_format_whose_parent_continues() -> None:
