@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding as VocabParallelEmbedding,
     )
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.tokenizers import cached_tokenizer_from_config as cached_tokenizer_from_config
     from vllm.tokenizers import get_tokenizer as get_tokenizer
     from vllm.transformers_utils.config import get_config as get_config
@@ -131,6 +132,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
     from vllm.v1.metrics.loggers import PrometheusStatLogger as PrometheusStatLogger
     from vllm.v1.metrics.stats import IterationStats as IterationStats
+    from vllm.v1.metrics.stats import RequestStateStats as RequestStateStats
     from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.outputs import LogprobsLists as LogprobsLists
@@ -225,7 +227,7 @@ NAMES = {
     "vllm.v1.executor.abstract": "Executor",
     "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec KVCacheConfig",
     "vllm.v1.metrics.loggers": "PrometheusStatLogger",
-    "vllm.v1.metrics.stats": "IterationStats SchedulerStats",
+    "vllm.v1.metrics.stats": "IterationStats RequestStateStats SchedulerStats",
     "vllm.v1.outputs": "EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput "
     "SamplerOutput SamplingMaskLists",
     "vllm.v1.request": "Request RequestStatus",
@@ -468,6 +470,34 @@ def watch_text(state: RequestState, note: Callable[[str], None]) -> None:
         return text
 
     detokenizer.decode_next = decode_next
+
+
+def complete_outputs(
+    state: RequestState,
+    completed: Callable[[CompletionOutput], None],
+    answered: Callable[[RequestOutput], None],
+) -> None:
+    """Call functions with a request's last output, and with the answer that gets it.
+
+    An answer with several choices has the outputs of several requests of the engine.
+    """
+    owner: Any = state
+    make_output, make_answer = owner._new_completion_output, owner._new_request_output
+
+    def new_completion_output(*args: Any, **kwargs: Any) -> CompletionOutput:
+        output: CompletionOutput = make_output(*args, **kwargs)
+        if output.finish_reason is not None:
+            completed(output)
+        return output
+
+    def new_request_output(*args: Any, **kwargs: Any) -> RequestOutput:
+        answer: RequestOutput = make_answer(*args, **kwargs)
+        if answer.finished:
+            answered(answer)
+        return answer
+
+    owner._new_completion_output = new_completion_output
+    owner._new_request_output = new_request_output
 
 
 def decoded_text(state: RequestState) -> str:

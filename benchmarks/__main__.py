@@ -51,14 +51,27 @@ def decoding(
     out: Annotated[Path, out_option("decoding")],
     model: Annotated[str, typer.Option(help="Checkpoint; default: apar-tiny.")] = "",
     repeats: Repeats = 5,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Requests at once; repeatable. Default: 1 and 32."),
+    ] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="File with a question per line. Default: apar-tiny's own.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of an answer at most.")] = 600,
+    kv_cache_mib: Annotated[int, typer.Option(min=64, help="KV cache (MiB).")] = 512,
     eager: Annotated[bool, typer.Option("--eager", help="Disable torch.compile.")] = False,
 ) -> None:
     """Compare forked and sequential decoding of the same tokens, and count the cost of a fork."""
-    engine = _replaying_engine(model, eager)
+    engine = _replaying_engine(model, eager, kv_cache_mib)
     from benchmarks import decoding
 
+    asked = [] if questions is None else questions.read_text().splitlines()
     try:
-        results = decoding.run(engine, console, repeats=repeats)
+        results = decoding.run(
+            engine, console, repeats=repeats, batch_sizes=batch_size or decoding.BATCH_SIZES,
+            questions=[each for each in asked if each.strip()], max_tokens=max_tokens,
+        )  # fmt: skip
     finally:
         engine.shutdown()
     _write(out, results)
@@ -244,24 +257,22 @@ def family_grouping(
     _write(out, family_grouping.run(console, repeats=repeats))
 
 
-def _replaying_engine(model: str, eager: bool) -> OfflineEngine:
+def _replaying_engine(model: str, eager: bool, kv_cache_mib: int) -> OfflineEngine:
     """Build an engine whose requests specify the tokens to generate."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # More threads do not speed up a small model.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Imported late, so that --help does not wait for torch and vLLM.
-    from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.engine.replay import REPLAY
-    from apar_core.models.apar_tiny import checkpoint_path
+    from cluster.cli.generate import start_engine
 
-    return OfflineEngine(
-        model or checkpoint_path(),
+    return start_engine(
+        model or "apar-tiny",
         block_size=32,
         max_num_seqs=512,
         enforce_eager=eager,
         logits_processors=[REPLAY],
-        kv_cache_memory_bytes=512 << 20,
+        kv_cache_memory_bytes=kv_cache_mib << 20,
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from typing import Any
 
 from rich.console import Console
@@ -42,21 +43,31 @@ class ForkedAnswer:
 
 @dataclass(frozen=True)
 class Measured:
-    """Engine steps, wall time and text tokens of all answers."""
+    """Engine steps, wall time and text tokens of all answers.
+
+    `cpu_s` is the CPU time of this process, which runs the engine: on a shared machine it says more
+    than the wall time.
+    """
 
     steps: int
     wall_s: float
+    cpu_s: float
     text_tokens: int
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Forked and sequential decoding at one batch size, medians over the repeats."""
+    """Forked and sequential decoding at one batch size, medians over the repeats.
+
+    `wall_ratios` and `cpu_ratios` are those of each repeat, smallest first.
+    """
 
     batch_size: int
     num_answers: int
     forked: Measured
     sequential: Measured
+    wall_ratios: tuple[float, ...]
+    cpu_ratios: tuple[float, ...]
 
     @property
     def step_ratio(self) -> float:
@@ -67,6 +78,22 @@ class Comparison:
     def wall_ratio(self) -> float:
         """Sequential time divided by forked time."""
         return self.sequential.wall_s / self.forked.wall_s
+
+    @property
+    def cpu_ratio(self) -> float:
+        """Sequential CPU time divided by forked CPU time."""
+        return self.sequential.cpu_s / self.forked.cpu_s
+
+
+def answers_to(
+    engine: OfflineEngine, questions: Sequence[str], max_tokens: int, number: int
+) -> list[ForkedAnswer]:
+    """Generate greedy answers to questions; repeat those that fork and end by themselves."""
+    prompts = [tuple(engine.chat_prompt(each)["prompt_token_ids"]) for each in questions]
+    forked = _forked_of(engine, prompts, max_tokens)
+    if not forked:
+        raise SystemExit(f"none of {len(prompts)} answers forks within {max_tokens} tokens")
+    return list(islice(cycle(forked), number))
 
 
 def forked_answers(engine: OfflineEngine, number: int) -> list[ForkedAnswer]:
@@ -85,20 +112,27 @@ def forked_answers(engine: OfflineEngine, number: int) -> list[ForkedAnswer]:
         )
         for chat in chats
     ]
-    answers = engine.generate(
-        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-        {"temperature": 0.0, "max_tokens": MAX_TOKENS},
-    )
-    forked = [
-        _forked_answer(engine, prompt, answer.record.trees[0])
-        for prompt, answer in zip(prompts, answers, strict=True)
-        if answer.finish_reason == "stop" and answer.record and answer.record.statistics.forks
-    ]
+    forked = _forked_of(engine, prompts, MAX_TOKENS)
     if len(forked) < number:
         raise SystemExit(
             f"only {len(forked)} of {len(prompts)} answers fork, but {number} are needed"
         )
     return forked[:number]
+
+
+def _forked_of(
+    engine: OfflineEngine, prompts: Sequence[tuple[int, ...]], max_tokens: int
+) -> list[ForkedAnswer]:
+    """Answer prompts; return the answers that fork and end by themselves."""
+    answers = engine.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        {"temperature": 0.0, "max_tokens": max_tokens},
+    )
+    return [
+        _forked_answer(engine, prompt, answer.record.trees[0])
+        for prompt, answer in zip(prompts, answers, strict=True)
+        if answer.finish_reason == "stop" and answer.record and answer.record.statistics.forks
+    ]
 
 
 def compare(
@@ -107,20 +141,30 @@ def compare(
     """Generate all answers both ways, in turn within each repeat."""
     forked: list[Measured] = []
     sequential: list[Measured] = []
-    description = f"batch {batch_size}"
-    for number in track(range(repeats + 1), description=description, transient=True):
-        one = _run(engine, answers, batch_size, as_threads=True)
-        other = _run(engine, answers, batch_size, as_threads=False)
-        if number > 0:  # the first repeat is a warm-up
-            forked.append(one)
-            sequential.append(other)
-    return Comparison(batch_size, len(answers), _median(forked), _median(sequential))
+    for as_threads in (True, False):
+        # Warm-up: the first steps of a kind take longer.
+        _run(engine, answers[:2], batch_size, as_threads=as_threads)
+    for number in track(range(repeats), description=f"batch {batch_size}", transient=True):
+        # A minute in which the machine is slow hits both alike.
+        for as_threads in (True, False) if number % 2 == 0 else (False, True):
+            measured = _run(engine, answers, batch_size, as_threads=as_threads)
+            (forked if as_threads else sequential).append(measured)
+    pairs = list(zip(forked, sequential, strict=True))
+    return Comparison(
+        batch_size,
+        len(answers),
+        _median(forked),
+        _median(sequential),
+        wall_ratios=tuple(sorted(other.wall_s / one.wall_s for one, other in pairs)),
+        cpu_ratios=tuple(sorted(other.cpu_s / one.cpu_s for one, other in pairs)),
+    )
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     table = Table(title="The same answers, forked and sequential (one engine, interleaved)")
     for name in ("batch", "answers", "tokens", "steps", "steps seq.", "fewer steps",
-                 "seconds", "seconds seq.", "faster", "faster / fewer steps"):  # fmt: skip
+                 "seconds", "seconds seq.", "faster", "from", "to",
+                 "less CPU time", "faster / fewer steps"):  # fmt: skip
         table.add_column(name, justify="right")
     for each in comparisons:
         table.add_row(
@@ -133,23 +177,47 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
             f"{each.forked.wall_s:.2f}",
             f"{each.sequential.wall_s:.2f}",
             f"{each.wall_ratio:.2f}x",
+            f"{each.wall_ratios[0]:.2f}x",
+            f"{each.wall_ratios[-1]:.2f}x",
+            f"{each.cpu_ratio:.2f}x",
             f"{each.wall_ratio / each.step_ratio:.2f}",
         )
     return table
 
 
-def run(engine: OfflineEngine, console: Console, *, repeats: int) -> dict[str, Any]:
-    """Print the comparison at each batch size, and the cost of a fork; return plain values."""
-    answers = forked_answers(engine, max(BATCH_SIZES))
-    comparisons = [
+def run(
+    engine: OfflineEngine,
+    console: Console,
+    *,
+    repeats: int,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    questions: Sequence[str] = (),
+    max_tokens: int = MAX_TOKENS,
+) -> dict[str, Any]:
+    """Print the comparison at each batch size, and the cost of a fork; return plain values.
+
+    Answers are those to the questions, by default to the embedded model's own.
+    """
+    number = max(batch_sizes)
+    answers = (
+        answers_to(engine, questions, max_tokens, number)
+        if questions
+        else forked_answers(engine, number)
+    )
+    comparisons: list[Comparison] = []
+    for size in batch_sizes:
         # Batch size 1 takes long, so use fewer answers.
-        compare(engine, answers[:12] if size == 1 else answers, batch_size=size, repeats=repeats)
-        for size in BATCH_SIZES
-    ]
-    console.print(comparison_table(comparisons))
+        asked = answers[: 12 if size == 1 else max(size, max(BATCH_SIZES))]
+        comparisons.append(compare(engine, asked, batch_size=size, repeats=repeats))
+        console.print(comparison_table(comparisons[-1:]))
     return {
         "decoding": [
-            {**asdict(each), "step_ratio": each.step_ratio, "wall_ratio": each.wall_ratio}
+            {
+                **asdict(each),
+                "step_ratio": each.step_ratio,
+                "wall_ratio": each.wall_ratio,
+                "cpu_ratio": each.cpu_ratio,
+            }
             for each in comparisons
         ],
         "fork_cost": _fork_cost(engine, console, answers),
@@ -214,7 +282,7 @@ def _run(
     engine.scheduler.reset_prefix_cache()
     text_tokens = 0
     with counted_steps(engine) as steps:
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         for first in range(0, len(prompts), batch_size):
             last = first + batch_size
             for answer, given in zip(
@@ -228,13 +296,15 @@ def _run(
                     raise RuntimeError(f"{answer.text!r} is not the requested answer")
                 text_tokens += len(generated)
         wall_s = time.perf_counter() - start
-    return Measured(steps[0], wall_s, text_tokens)
+        cpu_s = time.process_time() - start_cpu
+    return Measured(steps[0], wall_s, cpu_s, text_tokens)
 
 
 def _median(measured: Sequence[Measured]) -> Measured:
     return Measured(
         steps=measured[0].steps,
         wall_s=statistics.median(each.wall_s for each in measured),
+        cpu_s=statistics.median(each.cpu_s for each in measured),
         text_tokens=measured[0].text_tokens,
     )
 

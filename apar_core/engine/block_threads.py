@@ -81,6 +81,13 @@ class BlockThreads(RequestThreads):
         """Return what waiting and joining saved and cost."""
         return block_statistics(self.tree, num_prompt_tokens)
 
+    def forked_at(self, child: ThreadId) -> int:
+        """Return how many tokens its parent had generated when it opened a child's block."""
+        parent = self.tree.threads[self.tree.threads[child].parent or ROOT_THREAD]
+        ordinal = parent.children.index(child)
+        block = next(each for each in reversed(parent.blocks) if each.first_child <= ordinal)
+        return block.num_generated
+
     def _finish(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> None:
         self._waiting.pop(thread, None)
         # A stop token of the client ends the whole answer.

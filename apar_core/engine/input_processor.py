@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from apar_core.engine.answer_tree import TREE_ARG
 from apar_core.engine.fork_adapter import fork_adapter_request
 from apar_core.engine.logits_processors import bad_words
 from apar_core.engine.replay import (
@@ -55,7 +56,7 @@ ENABLED_ARG = "apar_enabled"
 MAX_THREADS_ARG = "apar_max_threads"
 TOOLS_ARG = "apar_tools"
 """Key of `SamplingParams.extra_args`: whether the request may call tools; set by our HTTP layer."""
-CLIENT_ARGS = frozenset({ENABLED_ARG, MAX_THREADS_ARG, REPLAY_REQUEST_ARG})
+CLIENT_ARGS = frozenset({ENABLED_ARG, MAX_THREADS_ARG, REPLAY_REQUEST_ARG, TREE_ARG})
 """Our keys of `extra_args` that a client may set, through the HTTP field `vllm_xargs`."""
 _OUR_PREFIX = "apar"
 _NUMBER_LIMIT = 2**63
@@ -242,6 +243,8 @@ class ForkInputProcessor(InputProcessor):
                 checked[name] = value
         # A copy: the prompts of one HTTP request share these arguments.
         params.extra_args = checked or None
+        if checked.get(TREE_ARG):
+            _answer_in_one_piece(params)
         if self._is_forking and self.lora_config and params.prompt_logprobs is not None:
             # vLLM maps rows to adapters by request, but these logits have a row for each token of
             # the prompt. On a CPU that ends the engine: vLLM's issues 51594 and 29955.
@@ -487,8 +490,23 @@ def _may_wait(request: EngineCoreRequest, params: SamplingParams, terms: KeyTerm
     )
 
 
+def _answer_in_one_piece(params: SamplingParams) -> None:
+    """Let vLLM return a request's answer as one output, which then has its tree.
+
+    vLLM may merge the outputs of a stream, and would drop it. Refuses streams.
+    """
+    if params.output_kind == RequestOutputKind.DELTA:
+        raise VLLMValidationError(
+            f"{TREE_ARG} is for whole answers: leave it out, or do not stream.",
+            parameter=f"vllm_xargs.{TREE_ARG}",
+        )
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+
+
 def _choice(extra_args: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = extra_args.pop(name, default)
+    value = extra_args.pop(name, None)
+    # Rows of a table have every row's columns.
+    value = default if value is None else value
     # HTTP's `vllm_xargs` carries booleans as numbers.
     if isinstance(value, (kind, int)) and not (kind is int and isinstance(value, bool)):
         return value

@@ -29,12 +29,15 @@ class _Progress:
     """A thread in the schedule in which every live thread gains one token per step.
 
     step: of its last token. num_before: tokens before its next token, without the prompt.
-    num_held: tokens that only it holds.
+    num_held: tokens that only it holds. num_generated: tokens that it has generated.
+    forked_at: how many its parent had generated at the fork.
     """
 
     step: int
     num_before: int
     num_held: int = 0
+    num_generated: int = 0
+    forked_at: int = 0
 
 
 class ListThreads(RequestThreads):
@@ -126,6 +129,10 @@ class ListThreads(RequestThreads):
             discarded_tokens=self._num_discarded + self.tree.discarded_tokens,
         )
 
+    def forked_at(self, child: ThreadId) -> int:
+        """Return how many tokens its parent had generated when it opened a child's item."""
+        return self._progress[child].forked_at
+
     def _feed_tokens(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> list[str]:
         """Add the tokens of one output; return the engine request ids of its new children."""
         reader = self._readers[thread]
@@ -187,7 +194,9 @@ class ListThreads(RequestThreads):
             self.tree.threads[name].num_seed = len(child.seed)
             self._threads[child_id], self._readers[name] = name, reader
             num_before = start.num_before - num_skipped + len(child.seed)
-            self._progress[name] = _Progress(start.step, num_before, len(child.seed))
+            self._progress[name] = _Progress(
+                start.step, num_before, len(child.seed), forked_at=start.num_generated
+            )
             self._changes[start.step + 1].tokens += len(child.seed)
             if isinstance(reader, HeadThread):
                 self._heads[reader.number] = name
@@ -261,6 +270,7 @@ class ListThreads(RequestThreads):
         progress.step += 1
         progress.num_before += 1
         progress.num_held += 1
+        progress.num_generated += 1
         # A token is cached from the step after its generation.
         self._changes[progress.step + 1].tokens += 1
 

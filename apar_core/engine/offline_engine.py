@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from apar_core.engine.answer_tree import TREE_ARG, AnswerTree
 from apar_core.engine.thread_outputs import RequestRecord
 from apar_core.formats.control_tokens import ControlTokens
 from apar_core.formats.resolved_format import ResolvedFormat
@@ -21,13 +22,15 @@ class Answer:
     """One generated text.
 
     `record` holds its tree and statistics; None if the checkpoint has no control tokens.
-    `finish_reason` is vLLM's, for example "stop" or "length".
+    `finish_reason` is vLLM's, for example "stop" or "length". `tree` has what each thread
+    generated, if the sampling parameters ask for it: `apar_core/engine/answer_tree.py`.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     record: RequestRecord | None
+    tree: AnswerTree | None = None
 
 
 @contextmanager
@@ -150,6 +153,7 @@ class OfflineEngine:
                                 token_ids=tuple(completion.token_ids),
                                 finish_reason=str(completion.finish_reason),
                                 record=record,
+                                tree=getattr(completion, TREE_ARG, None),
                             )
                             for completion in output.outputs
                         ]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from vllm import SamplingParams
 
+from apar_core.engine.answer_tree import TREE_ARG, TreeRecorder, add_to_metrics
 from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.list_threads import ListThreads
 from apar_core.engine.paced_outputs import pace
@@ -44,6 +45,7 @@ from apar_core.vllm_names import (
     OutputProcessor,
     OutputProcessorOutput,
     RequestState,
+    complete_outputs,
     decoded_text,
     watch_text,
 )
@@ -69,6 +71,8 @@ class ForkOutputProcessor(OutputProcessor):
         self._plain: dict[str, RequestFollower] = {}
         # By engine request id, if the client asked for a thread-tagged stream.
         self._tagged: dict[str, ThreadTags] = {}
+        # By engine request id, if the request asks for the tree of its answer.
+        self._recorders: dict[str, TreeRecorder] = {}
         # By engine request id, if the engine core may send the tokens of several steps together:
         # number of steps after the last message. 0 for a single thread: one step per token.
         self._num_steps: dict[str, int] = {}
@@ -113,6 +117,7 @@ class ForkOutputProcessor(OutputProcessor):
         parameters = ForkParameters.from_extra_args(params.extra_args)
         if parameters is None or not parameters.enabled:
             self._tag(follower, state, params, ParagraphTree())
+            self._record(state, params, None)
         if parameters is None:
             if follower is not None:
                 self._plain[request.request_id] = follower
@@ -125,6 +130,7 @@ class ForkOutputProcessor(OutputProcessor):
         )
         if (tags := self._tag(follower, state, params, threads.tree)) is not None:
             threads.tag(tags)
+        self._record(state, params, threads)
 
     def _new_threads(
         self,
@@ -189,6 +195,9 @@ class ForkOutputProcessor(OutputProcessor):
         for output in engine_core_outputs:
             if output.finish_reason == FinishReason.ERROR:
                 self._explain(output)
+        for output in engine_core_outputs if self._recorders else ():
+            if (recorder := self._recorder(output.request_id)) is not None:
+                recorder.add(output)
         for output in engine_core_outputs if self._plain else ():
             if (follower := self._plain.get(output.request_id)) is not None:
                 follower.add(output)
@@ -311,6 +320,29 @@ class ForkOutputProcessor(OutputProcessor):
         watch_text(state, tags.note)
         return tags
 
+    def _record(
+        self, state: RequestState, params: SamplingParams, threads: RequestThreads | None
+    ) -> None:
+        """Record what the threads of a new request generate, if its caller asked for it."""
+        if not (params.extra_args or {}).get(TREE_ARG):
+            return
+        decoder = None if self.tokenizer is None else partial(_new_decoder, self.tokenizer, params)
+        recorder = TreeRecorder(state.request_id, state.prompt_token_ids or (), threads, decoder)
+        self._recorders[state.request_id] = recorder
+        complete_outputs(
+            state,
+            lambda completion: setattr(completion, TREE_ARG, recorder.answer(completion)),
+            add_to_metrics,
+        )
+
+    def _recorder(self, request_id: str) -> TreeRecorder | None:
+        """Return the recorder of a thread, by its engine request id."""
+        while request_id not in self._recorders:
+            request_id, separator, _ = request_id.rpartition("~")
+            if not separator:
+                return None
+        return self._recorders[request_id]
+
     def _show_updates(self, engine_core_outputs: list[EngineCoreOutput]) -> None:
         """Announce updates of tagged streams that may get no chunk of ordered text now."""
         for output in engine_core_outputs:
@@ -361,6 +393,7 @@ class ForkOutputProcessor(OutputProcessor):
         request_id = req_state.request_id
         self._plain.pop(request_id, None)
         self._num_steps.pop(request_id, None)
+        self._recorders.pop(request_id, None)
         threads: RequestThreads | UnforkedThread | None = self._unforked.pop(request_id, None)
         if (forked := self._threads.get(request_id)) is not None:
             threads = forked

@@ -237,6 +237,10 @@ class RequestThreads:
         """Return what forking saved."""
         return tree_statistics(self.tree, num_prompt_tokens)
 
+    def forked_at(self, child: ThreadId) -> int:
+        """Return how many of its parent's generated tokens a child has read."""
+        return self.parameters.num_inherited(self.tree.threads[child].fork_index)
+
     @property
     def thread_request_ids(self) -> list[str]:
         """Engine request ids of all threads, root first."""

@@ -102,7 +102,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
-from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -451,6 +451,7 @@ ATTRIBUTES = (
         "request_id external_req_id prompt_len queue output_kind parent_req request_index",
         "records, pacing, choices of one prompt",
     ),
+    Attributes(RequestStateStats, "num_generation_tokens", "trees travel in a subclass of it"),
     Attributes(EngineCore, "scheduler", "core_state reads it"),
     # Timed or called by cluster/lab/experiments.
     Attributes(LLMEngine, "step add_request abort_request", "requests and steps, one by one"),
@@ -1079,6 +1080,13 @@ def test_a_requests_output_queue_can_be_replaced() -> None:
     assert "self.queue = queue" in source
     assert "self.output_kind = output_kind" in source
     assert isinstance(AsyncLLM.errored, property)
+
+
+def test_a_requests_last_output_and_its_answer_can_be_completed() -> None:
+    source = inspect.getsource(RequestState.make_request_output)
+    assert "self._new_completion_output(new_token_ids, finish_reason, stop_reason)" in source
+    assert source.count("self._new_request_output(") == 2
+    assert "metrics=self.stats" in inspect.getsource(RequestState._new_request_output)
 
 
 def test_outputs_can_be_processed_before_the_engine_core_has_the_request() -> None:

@@ -260,6 +260,26 @@ def test_a_clients_arguments_are_read_or_passed_on(
     assert {"apar_enabled", "apar_max_threads"} < CLIENT_ARGS
 
 
+def test_an_argument_that_is_none_counts_as_absent(processor: ForkInputProcessor) -> None:
+    """A table has every row's columns in each row."""
+    given = {"apar_enabled": None, "apar_max_threads": None, "apar_tree": None}
+    parameters = parameters_of(processed(processor, SamplingParams(extra_args=given)))
+
+    assert parameters == parameters_of(processed(processor, SamplingParams()))
+
+
+def test_an_answer_with_a_tree_comes_in_one_piece(processor: ForkInputProcessor) -> None:
+    asked = {"apar_tree": True}
+
+    request = processed(processor, SamplingParams(extra_args=asked))
+
+    assert request.sampling_params is not None
+    assert request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
+    streamed = SamplingParams(extra_args=asked, output_kind=RequestOutputKind.DELTA)
+    with pytest.raises(VLLMValidationError, match="apar_tree is for whole answers"):
+        processed(processor, streamed)
+
+
 @pytest.mark.parametrize("part", ["", "-0", "-1", "-0123abcd-beam-2", "-1-0123abcd-beam-0"])
 def test_the_terms_of_a_key_apply_to_each_part_of_a_request(part: str) -> None:
     processor = processor_of()
