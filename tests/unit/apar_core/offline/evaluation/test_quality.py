@@ -11,9 +11,9 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
-from apar_core.offline.evaluation.judging import JudgmentRequest
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.quality import (
+    JudgmentRequest,
     QualityPlan,
     QualityResult,
     TokenPrices,

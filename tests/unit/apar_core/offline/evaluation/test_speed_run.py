@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from apar_core.errors import EvaluationError
+from apar_core.json_lines import read_lines
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.evaluation.measurement import AnswerMeasurement, AnswerStore
-from apar_core.offline.evaluation.speed_evaluation import run_speed
-from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings
+from apar_core.offline.evaluation.measurement import AnswerMeasurement
+from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings, run_speed
 from apar_core.reporting import Report
 
 HERE = (Path(__file__),)
@@ -135,9 +135,7 @@ def run(folder: Path, **fields: Any) -> Report:
 
 
 def answers(path: Path, decoder: str) -> list[AnswerMeasurement]:
-    store = AnswerStore(path)
-    found = [store.find(str(line["id"]), int(str(line.get("turn", 1))), decoder) for line in TRACE]
-    return [answer for answer in found if answer is not None]
+    return [line for line in read_lines(path, AnswerMeasurement) if line.decoder == decoder]
 
 
 def schedule(answer: AnswerMeasurement) -> dict[str, Any]:
