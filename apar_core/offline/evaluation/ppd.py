@@ -8,8 +8,6 @@ Source: Parallel Prompt Decoding (arXiv 2405.18628).
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +29,7 @@ from apar_core.offline.decoders.pass_times import (
     read_passes,
     write_passes,
 )
-from apar_core.offline.evaluation.acceptance_report import read_guesses
+from apar_core.offline.evaluation.acceptance_report import Guesses, read_guesses
 from apar_core.offline.evaluation.layout import columns, figure
 from apar_core.offline.evaluation.passes_report import measured_passes
 from apar_core.offline.evaluation.ppd_measurements import (
@@ -70,7 +68,12 @@ from apar_core.offline.evaluation.ppd_predictions import (
 )
 from apar_core.offline.evaluation.prompt_sets import load_prompts
 from apar_core.offline.evaluation.replay_text import load_text
-from apar_core.offline.evaluation.speed_run import choose_device, choose_dtype, load_checkpoint
+from apar_core.offline.evaluation.speed_run import (
+    choose_device,
+    choose_dtype,
+    load_checkpoint,
+    machine_name,
+)
 from apar_core.offline.speculation.acceptance import (
     STARTING_PLACES,
     VICUNA_7B,
@@ -113,12 +116,11 @@ class Measurements:
     settings: PpdSettings
     methods: Sequence[Method]
     answers: Mapping[str, Sequence[MethodAnswer]]
-    prompts: AcceptanceTable
-    medusa: AcceptanceTable | None
+    prompts: Guesses
+    medusa: Guesses | None
     draft: AcceptanceTable | None
     variants: Mapping[str, Sequence[TrainedVariant]]
     times: Mapping[ProposerName, PassTimes]
-    ensemble: int
 
     @property
     def forks(self) -> bool:
@@ -134,8 +136,8 @@ class Measurements:
     def tables(self) -> dict[str, AcceptanceTable]:
         """Acceptance tables by the name of the weights."""
         found = {
-            "prompt tokens": self.prompts,
-            "Medusa heads": self.medusa,
+            "prompt tokens": self.prompts.table,
+            "Medusa heads": None if self.medusa is None else self.medusa.table,
             "prompt tokens of the draft model": self.draft,
         }
         return {name: table for name, table in found.items() if table is not None}
@@ -145,9 +147,11 @@ class Measurements:
         """Whether speculation changes the distribution of the texts."""
         return self.settings.temperature > 0 and self.settings.acceptance == "typical"
 
-    def best(self, rows: int) -> tuple[SizedTree, float]:
-        """Return the best tree of prompt tokens here, and its predicted speed-up."""
-        return _best(self.prompts, self.times["prompt_tokens"], rows, self.ensemble)
+    def best(self, guesses: Guesses, rows: int) -> tuple[SizedTree, float]:
+        """Return the best tree for so many rows here, and its predicted speed-up."""
+        pass_s = self.times[guesses.proposer].pass_s(rows)
+        best = best_size(guesses.table, pass_s, rows, ensemble=guesses.ensemble)
+        return best, best.tokens_per_s * pass_s(rows)
 
     def binned(self, name: str, low: int, high: int) -> LivePasses:
         """Return a method's passes with `low` to `high` live threads."""
@@ -160,14 +164,6 @@ class Measurements:
         if not (these.tokens and those.tokens):
             return None
         return these.tokens / these.seconds / (those.tokens / those.seconds)
-
-
-def _best(
-    acceptance: AcceptanceTable, times: PassTimes, rows: int, ensemble: int
-) -> tuple[SizedTree, float]:
-    pass_s = times.pass_s(rows)
-    best = best_size(acceptance, pass_s, rows, ensemble=ensemble)
-    return best, best.tokens_per_s * pass_s(rows)
 
 
 def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Report:
@@ -189,8 +185,7 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
     device = choose_device(settings.device)
     model = load_checkpoint(settings.model, choose_dtype(settings.dtype, device), device)
     guesses = read_guesses(settings.prompt_tokens, settings.medusa_heads)
-    prompts, ensemble = guesses[0].table, guesses[0].ensemble
-    medusa = guesses[1].table if settings.medusa_heads is not None else None
+    prompts, medusa = guesses[0], guesses[1] if len(guesses) > 1 else None
     left_out = {"limit", "questions", "model", *_VARIANT_SETTINGS, "repeats"}
     dumped = settings.model_dump(mode="json", exclude=left_out)
     facts = {name: str(value) for name, value in dumped.items()}
@@ -201,7 +196,7 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
         write_passes(measured_passes(model, text.tokenizer, guesses, settings.context), passes)
         show()
     times = read_passes(passes)
-    methods = build_methods(settings, model, text, prompts, medusa, times, ensemble)
+    methods = build_methods(settings, model, text, prompts, medusa, times)
     store = LineStore(folder / "answers.jsonl", facts, MethodAnswer, lambda line: line.key)
     show = progress.start(f"answers to {settings.prompts}", len(questions) * settings.repeats)
     limits = DecodeLimits(max_tokens=settings.max_tokens)
@@ -220,15 +215,11 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
         each.name: [line for line in store.lines.values() if line.method == each.name]
         for each in methods
     }
-    run = Measurements(settings, methods, answers, prompts, medusa, draft, found, times, ensemble)
-    return ppd_report(run, _machine(device), len(questions))
-
-
-def _machine(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    run = Measurements(settings, methods, answers, prompts, medusa, draft, found, times)
+    machine = machine_name(device)
+    if not device.startswith("cuda"):
+        machine += f", {torch.get_num_threads()} threads"
+    return ppd_report(run, machine, len(questions))
 
 
 def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
@@ -242,10 +233,10 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
         f"{choice if settings.temperature else 'greedy'}, each measured {settings.repeats} times "
         "in turn",
         "Machine": machine,
-        "Acceptance of prompt tokens": run.prompts.source,
+        "Acceptance of prompt tokens": run.prompts.table.source,
     }
     if run.medusa is not None:
-        facts["Acceptance of Medusa heads"] = run.medusa.source
+        facts["Acceptance of Medusa heads"] = run.medusa.table.source
     if cut:
         facts["Cut off"] = f"{cut} answers, by the token limit or the model's context"
     if not run.prefers_likely_text:
@@ -442,10 +433,7 @@ def live_rows_measured(run: Measurements) -> ReportTable:
     rows = []
     for low, high in _ROW_BINS:
         vanilla = run.binned(VANILLA, low, high)
-        best, gain = run.best(high)
-        heads_gain = None
-        if run.medusa is not None:
-            heads_gain = _best(run.medusa, run.times["medusa_heads"], high, 0)[1]
+        best, gain = run.best(run.prompts, high)
         rows.append(
             (
                 str(low) if low == high else f"{low} to {high}",
@@ -454,10 +442,10 @@ def live_rows_measured(run: Measurements) -> ReportTable:
                 *(run.gain(name, low, high) for name in measured),
                 float(best.num_inputs),
                 gain,
-                heads_gain,
+                None if run.medusa is None else run.best(run.medusa, high)[1],
                 *(
                     predict_best(each, table, high, context).speedup
-                    for table in (run.prompts, VICUNA_7B)
+                    for table in (run.prompts.table, VICUNA_7B)
                     for each in costs
                 ),
             )
@@ -494,6 +482,7 @@ def sizes_table(run: Measurements) -> ReportTable:
             (float(inputs), length, 1e3 * pass_s(inputs), predicted,
              _pass_ms(run.answers[name]), speedup)
         )  # fmt: skip
+    best, _gain = run.best(run.prompts, 1)
     measured = max(rows, key=lambda row: row[-1])
     return ReportTable(
         "sizes",
@@ -503,7 +492,7 @@ def sizes_table(run: Measurements) -> ReportTable:
             "Measured: pass (ms) :.2f | speed-up :.2f"
         ),
         tuple(rows),
-        f"Predicted best of all sizes: {run.best(1)[0].num_inputs} inputs. Measured best of these: "
+        f"Predicted best of all sizes: {best.num_inputs} inputs. Measured best of these: "
         f"{measured[0]:.0f}. Predicted passes were measured beforehand, with random tokens after "
         f"{run.settings.context} others.",
     )
@@ -589,7 +578,7 @@ def answers_on_gpu(run: Measurements) -> ReportTable:
             model = paper_model(name)
             for source, table, medusa_length in (
                 (f"{name}'s", published, MEDUSA_LENGTH[name]),
-                ("this model's", run.prompts, None),
+                ("this model's", run.prompts.table, None),
             ):
                 speedups = answer_speedups(
                     step_costs(model, find_gpu(gpu)),
@@ -642,7 +631,8 @@ def memory_figure() -> Figure:
 def tree_size_figure(run: Measurements) -> Figure:
     """Return tokens per pass by tree size: predicted lines, measured points (figure 8a)."""
     sizes = (4, 6, 8, 12, 16, 24, 32, 48, 64)
-    trees = [compared_trees(run.prompts, n, run.ensemble, run.settings.seed) for n in sizes]
+    prompts, seed = run.prompts, run.settings.seed
+    trees = [compared_trees(prompts.table, size, prompts.ensemble, seed) for size in sizes]
 
     def draw(panel: Axes) -> None:
         for colour, kind in zip(RUN_COLOURS, _TREE_KINDS, strict=False):
@@ -656,7 +646,7 @@ def tree_size_figure(run: Measurements) -> Figure:
                     [size], [length], yerr=[[length - low], [high - length]], fmt="o", color=colour
                 )
         if run.medusa is not None:
-            medusa = [optimal_tree(run.medusa, size, 0).expected_length() for size in sizes]
+            medusa = [optimal_tree(run.medusa.table, size, 0).expected_length() for size in sizes]
             panel.plot(sizes, medusa, ":", color="#3d4852", label="Medusa heads, predicted")
 
     title = "Tree size: predicted, and measured with 95% intervals"
@@ -702,7 +692,7 @@ def live_rows_figure(run: Measurements) -> Figure:
             costs = step_costs(find_model("llama-7b"), find_gpu(gpu))
             gains = [predict_best(costs, VICUNA_7B, n, context).speedup for n in FAMILY_ROWS]
             panel.plot(FAMILY_ROWS, gains, color=colour, label=f"Vicuna-7B on {gpu}, predicted")
-        here = [run.best(rows)[1] for rows in FAMILY_ROWS]
+        here = [run.best(run.prompts, rows)[1] for rows in FAMILY_ROWS]
         panel.plot(FAMILY_ROWS, here, color=RUN_COLOURS[2], label="this machine, predicted")
         for name, marker in ((PPD_APAR, "o"), (f"{PPD_APAR}, {run.fixed_size}", "s")):
             known = {high: run.gain(name, low, high) for low, high in _ROW_BINS}

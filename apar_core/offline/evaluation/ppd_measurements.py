@@ -35,6 +35,7 @@ from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
 from apar_core.offline.decoders.pass_times import PassTimes, ProposerName
 from apar_core.offline.decoders.token_chooser import EXACT
 from apar_core.offline.decoders.weightless import LOOKUP_TABLE, RECYCLING_TABLE
+from apar_core.offline.evaluation.acceptance_report import Guesses
 from apar_core.offline.evaluation.own_answers import measure_and_write
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.replay_text import ModelText
@@ -218,17 +219,14 @@ def build_methods(
     settings: PpdSettings,
     model: Any,
     text: ModelText,
-    prompts: AcceptanceTable,
-    medusa: AcceptanceTable | None,
+    prompts: Guesses,
+    medusa: Guesses | None,
     times: Mapping[ProposerName, PassTimes],
-    ensemble: int,
 ) -> list[Method]:
     """Return the decoders: without speculation, with trees by hardware, and of fixed sizes.
 
-    Prompt lookup and Token Recycling have trees for an assumed acceptance.
-
-    Decoders with forks are left out for a model without control tokens, those with Medusa heads if
-    there is no table of `medusa`.
+    Prompt lookup and Token Recycling have trees for an assumed acceptance. Decoders with forks are
+    left out for a model without control tokens.
     """
 
     def load(name: str, tree: TreeFamily | None = None) -> ThreadDecoder:
@@ -248,35 +246,35 @@ def build_methods(
     plain = load(PLAIN)
     methods = [Method(PLAIN, plain)]
 
-    def add(name: str, proposer: ProposerName, table: AcceptanceTable, ensemble: int) -> None:
+    def add(name: str, guesses: Guesses) -> None:
         """Add a decoder whose trees are sized by hardware."""
-        family = times[proposer].family(table, ensemble=ensemble)
-        decoder = load(name, family)
-        methods.append(Method(name, decoder, family.for_rows(1), ensemble, "hardware"))
+        family = times[guesses.proposer].family(guesses.table, ensemble=guesses.ensemble)
+        tree = family.for_rows(1)
+        methods.append(Method(name, load(name, family), tree, guesses.ensemble, "hardware"))
 
-    add(PPD, "prompt_tokens", prompts, ensemble)
+    add(PPD, prompts)
     if forks:
         methods.append(Method(VANILLA, load(VANILLA)))
-        add(PPD_APAR, "prompt_tokens", prompts, ensemble)
+        add(PPD_APAR, prompts)
+    others = {kind: Guesses("prompt_tokens", table, 0) for kind, table in WEIGHTLESS.items()}
     if medusa is not None:
-        add(MEDUSA, "medusa_heads", medusa, 0)
+        others = {MEDUSA: medusa, **others}
+    for kind, guesses in others.items():
+        add(kind, guesses)
         if forks:
-            add(MEDUSA_APAR, "medusa_heads", medusa, 0)
-    for kind, table in WEIGHTLESS.items():
-        add(kind, "prompt_tokens", table, 0)
-        if forks:
-            add(f"{kind}_apar", "prompt_tokens", table, 0)
+            add(f"{kind}_apar", guesses)
     for size in settings.tree_sizes:
-        trees = compared_trees(prompts, size, ensemble, settings.seed)
+        trees = compared_trees(prompts.table, size, prompts.ensemble, settings.seed)
         for kind, tree in trees.items():
-            name = f"{PPD}, {kind}, {size}"
-            methods.append(Method(name, load(PPD, TreeFamily.of(tree)), tree, ensemble, kind))
+            decoder = load(PPD, TreeFamily.of(tree))
+            methods.append(Method(f"{PPD}, {kind}, {size}", decoder, tree, prompts.ensemble, kind))
         if forks:
             best = trees["optimal"]
             decoder = load(PPD_APAR, TreeFamily.of(best))
-            methods.append(Method(f"{PPD_APAR}, {size}", decoder, best, ensemble, "optimal"))
+            name = f"{PPD_APAR}, {size}"
+            methods.append(Method(name, decoder, best, prompts.ensemble, "optimal"))
         if medusa is not None:
-            heads = optimal_tree(medusa, size, 0)
+            heads = optimal_tree(medusa.table, size, 0)
             name = MEDUSA_APAR if forks else MEDUSA
             decoder = load(name, TreeFamily.of(heads))
             methods.append(Method(f"{name}, {size}", decoder, heads, 0, "optimal"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -145,44 +145,42 @@ class SpeedSettings(BaseModel):
 
 def check_settings(settings: SpeedSettings) -> None:
     """Raise EvaluationError, naming the options, for invalid combinations."""
-    named = [("--decoders", name) for name in settings.decoders]
-    for option, name in [*named, ("--against", settings.baseline)]:
+    if (problem := next(_problems(settings), None)) is not None:
+        raise EvaluationError(problem)
+
+
+def _problems(settings: SpeedSettings) -> Iterator[str]:
+    baseline, names = settings.baseline, [*settings.decoders, settings.baseline]
+    options = [*("--decoders" for _ in settings.decoders), "--against"]
+    for option, name in zip(options, names, strict=True):
         if name is not None and name not in DECODER_NAMES:
-            raise EvaluationError(
-                f"{option} {name!r} is not one of {', '.join(DECODER_NAMES)}"
-                f"{did_you_mean(name, DECODER_NAMES)}"
-            )
+            known = ", ".join(DECODER_NAMES)
+            yield f"{option} {name!r} is not one of {known}{did_you_mean(name, DECODER_NAMES)}"
     if len({*settings.decoders, settings.baseline_name}) <= len(settings.decoders):
-        raise EvaluationError("--decoders and --against name the same decoder twice")
+        yield "--decoders and --against name the same decoder twice"
     if settings.baseline_model is not None:
-        if settings.baseline not in (PLAIN, "vanilla_apar"):
-            raise EvaluationError(
-                "--against-model needs --against plain or vanilla_apar, not "
-                f"{settings.baseline or 'none'}"
-            )
+        if baseline not in (PLAIN, "vanilla_apar"):
+            yield f"--against-model needs --against plain or vanilla_apar, not {baseline or 'none'}"
         if not settings.runs_checkpoint:
-            raise EvaluationError("--against-model is compared with a checkpoint: give --model")
-    for option, given in (
-        ("--count-only", settings.count_only),
-        ("--random-weights", settings.random_weights is not None),
-    ):
-        if given and not settings.replay:
-            raise EvaluationError(f"{option} needs answers to --replay")
+            yield "--against-model is compared with a checkpoint: give --model"
+    if settings.count_only and not settings.replay:
+        yield "--count-only needs answers to --replay"
+    if settings.random_weights is not None and not settings.replay:
+        yield "--random-weights needs answers to --replay"
     if settings.count_only and settings.random_weights is not None:
-        raise EvaluationError("--count-only runs no model: omit --random-weights")
+        yield "--count-only runs no model: omit --random-weights"
     if settings.tokenizer is not None and settings.runs_checkpoint:
-        raise EvaluationError("a checkpoint uses its own tokenizer: omit --tokenizer")
-    for name in () if settings.count_only else (*settings.decoders, settings.baseline):
+        yield "a checkpoint uses its own tokenizer: omit --tokenizer"
+    for name in names if not settings.count_only else ():
         if name in HEADED and settings.medusa_heads is None:
-            raise EvaluationError(f"{name} needs --medusa-heads FOLDER")
+            yield f"{name} needs --medusa-heads FOLDER"
         if name in PROMPTED and settings.prompt_tokens is None:
-            raise EvaluationError(f"{name} needs --prompt-tokens FOLDER")
-    speculative = {*settings.decoders, settings.baseline} - {None, *UNSPECULATED}
-    if settings.pass_times is not None and not speculative:
-        raise EvaluationError("--pass-times is for decoders with candidate trees: give --decoders")
+            yield f"{name} needs --prompt-tokens FOLDER"
+    if settings.pass_times is not None and not {*names} - {None, *UNSPECULATED}:
+        yield "--pass-times is for decoders with candidate trees: give --decoders"
     for path in settings.replay:
         if not path.is_file():
-            raise EvaluationError(f"--replay {path}: no such file")
+            yield f"--replay {path}: no such file"
 
 
 @dataclass(frozen=True, slots=True)

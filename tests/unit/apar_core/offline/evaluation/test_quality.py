@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,8 @@ from apar_core.offline.evaluation.quality import (
     run_quality,
 )
 from tests.fakes.judge_server import Reply, Script, judge_server
+from tests.fakes.progress import NoProgress
 from tests.unit.apar_core.offline.evaluation.test_judging import MATH, PROMPTS, WRITING
-
-
-class NoProgress:
-    """Counts the steps of each stage."""
-
-    def __init__(self) -> None:
-        self.steps: dict[str, int] = {}
-
-    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
-        def step() -> None:
-            self.steps[stage] = self.steps.get(stage, 0) + 1
-
-        return step
 
 
 def answer_file(path: Path, model: str) -> Path:

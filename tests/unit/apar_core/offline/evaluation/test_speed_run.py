@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.evaluation.measurement import AnswerMeasurement
 from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings, run_speed
 from apar_core.reporting import Report
+from tests.fakes.progress import NoProgress
 
 HERE = (Path(__file__),)
 
@@ -110,19 +110,6 @@ TRACE = [
 ]
 
 
-class Steps:
-    """Counts progress steps."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-
-    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
-        def step() -> None:
-            self.num_steps += 1
-
-        return step
-
-
 def trace_file(folder: Path, name: str = "trace.jsonl") -> Path:
     path = folder / name
     path.write_text("".join(json.dumps(line) + "\n" for line in TRACE))
@@ -131,7 +118,7 @@ def trace_file(folder: Path, name: str = "trace.jsonl") -> Path:
 
 def run(folder: Path, **fields: Any) -> Report:
     plain = {"model": str(checkpoint_path()), "model_name": "apar-tiny", "device": "cpu"}
-    return run_speed(SpeedSettings(**{**plain, **fields}), folder, Steps())
+    return run_speed(SpeedSettings(**{**plain, **fields}), folder, NoProgress())
 
 
 def answers(path: Path, decoder: str) -> list[AnswerMeasurement]:
