@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice
 from apar_core.offline.decoders.load import SINGLE_THREAD
 from apar_core.offline.decoders.pass_times import (
     PASSES_FILE,
@@ -127,11 +126,6 @@ class Measurements:
         """Whether the model has control tokens."""
         return VANILLA in self.answers
 
-    @property
-    def fixed_size(self) -> int:
-        """The middle one of the compared tree sizes."""
-        return sorted(self.settings.tree_sizes)[len(self.settings.tree_sizes) // 2]
-
     @cached_property
     def tables(self) -> dict[str, AcceptanceTable]:
         """Acceptance tables by the name of the weights."""
@@ -199,9 +193,7 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
     methods = build_methods(settings, model, text, prompts, medusa, times)
     store = LineStore(folder / "answers.jsonl", facts, MethodAnswer, lambda line: line.key)
     show = progress.start(f"answers to {settings.prompts}", len(questions) * settings.repeats)
-    limits = DecodeLimits(max_tokens=settings.max_tokens)
-    choice = TokenChoice.sampled(settings.temperature, seed=settings.seed)
-    measure_methods(methods, questions, text, limits, store, show, settings.repeats, choice)
+    measure_methods(settings, methods, questions, text, store, show)
     found: dict[str, list[TrainedVariant]] = {}
     if settings.train_steps:
         number = len(variants(settings.many)) * settings.seeds
@@ -427,7 +419,7 @@ def trees_table(run: Measurements) -> ReportTable:
 
 def live_rows_measured(run: Measurements) -> ReportTable:
     """Return where speculation pays by live rows: measured here, and predicted for GPUs."""
-    size, context = run.fixed_size, run.settings.context
+    size, context = run.settings.middle_size, run.settings.context
     measured = (PPD_APAR, f"{PPD_APAR}, {size}", MEDUSA_APAR, f"{MEDUSA_APAR}, {size}")
     costs = [step_costs(find_model("llama-7b"), find_gpu(gpu)) for gpu in _GPUS]
     rows = []
@@ -694,7 +686,7 @@ def live_rows_figure(run: Measurements) -> Figure:
             panel.plot(FAMILY_ROWS, gains, color=colour, label=f"Vicuna-7B on {gpu}, predicted")
         here = [run.best(run.prompts, rows)[1] for rows in FAMILY_ROWS]
         panel.plot(FAMILY_ROWS, here, color=RUN_COLOURS[2], label="this machine, predicted")
-        for name, marker in ((PPD_APAR, "o"), (f"{PPD_APAR}, {run.fixed_size}", "s")):
+        for name, marker in ((PPD_APAR, "o"), (f"{PPD_APAR}, {run.settings.middle_size}", "s")):
             known = {high: run.gain(name, low, high) for low, high in _ROW_BINS}
             points = {rows: gain for rows, gain in known.items() if gain is not None}
             label = f"{name} here, measured"

@@ -35,13 +35,12 @@ from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
 from apar_core.offline.decoders.pass_times import PassTimes, ProposerName
 from apar_core.offline.decoders.token_chooser import EXACT
 from apar_core.offline.decoders.weightless import LOOKUP_TABLE, RECYCLING_TABLE
-from apar_core.offline.evaluation.acceptance_report import Guesses
+from apar_core.offline.evaluation.acceptance_report import Guesses, read_guesses
 from apar_core.offline.evaluation.own_answers import measure_and_write
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.replay_text import ModelText
 from apar_core.offline.speculation.acceptance import ACCEPTANCE_FILE, AcceptanceTable, read_table
 from apar_core.offline.speculation.frozen_training import train_beside, train_tiny_beside
-from apar_core.offline.speculation.prompt_tokens import load_prompt_tokens
 from apar_core.offline.speculation.sparse_tree import (
     DynamicTree,
     TreeFamily,
@@ -101,6 +100,11 @@ class PpdSettings(BaseModel):
     many: Annotated[int, Field(ge=2)] = 10
     seeds: PositiveInt = 1
     seed: NonNegativeInt = 0
+
+    @property
+    def middle_size(self) -> int:
+        """The middle one of the compared tree sizes."""
+        return sorted(self.tree_sizes)[len(self.tree_sizes) // 2]
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -290,44 +294,40 @@ def draft_methods(settings: PpdSettings, target: ThreadDecoder, text: ModelText)
     if settings.draft_model is None:
         return []
     model = target.decoding.model
-    methods = []
-    for name, prompts in ((PLAIN, None), (PPD, settings.draft_prompts)):
-        if name == PPD and prompts is None:
-            continue
-        trees = None
-        if prompts is not None:
-            ensemble = load_prompt_tokens(prompts).settings.ensemble
-            size = sorted(settings.tree_sizes)[len(settings.tree_sizes) // 2]
-            trees = TreeFamily.of(optimal_tree(read_table(prompts), size, ensemble))
+
+    def guided(name: str, **guesses: Any) -> Method:
         draft = load_decoder(
             name,
             settings.draft_model,
             text.tokenizer,
-            prompt_tokens=prompts,
-            trees=trees,
             device=str(model.device),
             dtype=model.dtype,
+            **guesses,
         )
-        methods.append(Method(f"{DRAFT}, {name}", DraftDecoder(target, draft)))
+        return Method(f"{DRAFT}, {name}", DraftDecoder(target, draft))
+
+    methods = [guided(PLAIN)]
+    if settings.draft_prompts is not None:
+        (prompts,) = read_guesses(settings.draft_prompts, None)
+        tree = optimal_tree(prompts.table, settings.middle_size, prompts.ensemble)
+        trees = TreeFamily.of(tree)
+        methods.append(guided(PPD, prompt_tokens=settings.draft_prompts, trees=trees))
     return methods
 
 
 def measure_methods(
+    settings: PpdSettings,
     methods: Sequence[Method],
     questions: Sequence[Question],
     text: ModelText,
-    limits: DecodeLimits,
     store: LineStore[tuple[str, str, int], MethodAnswer],
     show: Callable[[], None],
-    repeats: int = 1,
-    choice: TokenChoice | None = None,
 ) -> None:
-    """Let all methods answer the first turn of each question, in turn, and all of it again.
-
-    `choice` is greedy by default.
-    """
+    """Let all methods answer the first turn of each question, in turn, and all of it again."""
+    limits = DecodeLimits(max_tokens=settings.max_tokens)
+    choice = TokenChoice.sampled(settings.temperature, seed=settings.seed)
     warmed, last_repeat = False, -1
-    asked = [(repeat, question) for repeat in range(repeats) for question in questions]
+    asked = [(repeat, question) for repeat in range(settings.repeats) for question in questions]
     for number, (repeat, question) in enumerate(asked):
         prompt_ids, name = text.encode_question(question), question.question_id
         in_turn = methods if number % 2 == 0 else methods[::-1]
