@@ -291,14 +291,15 @@ def draft_methods(settings: PpdSettings, target: ThreadDecoder, text: ModelText)
     The draft's prompt tokens have the tree of the middle one of the compared sizes: a pass of a
     small model takes little longer with more inputs.
     """
-    if settings.draft_model is None:
+    checkpoint = settings.draft_model
+    if checkpoint is None:
         return []
     model = target.decoding.model
 
     def guided(name: str, **guesses: Any) -> Method:
         draft = load_decoder(
             name,
-            settings.draft_model,
+            checkpoint,
             text.tokenizer,
             device=str(model.device),
             dtype=model.dtype,

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -222,10 +223,8 @@ def choose_dtype(wanted: str, device: str) -> torch.dtype:
     return _DTYPES[wanted]
 
 
-def load_decoders(
-    settings: SpeedSettings, text: ModelText
-) -> tuple[list[NamedDecoder], NamedDecoder | None]:
-    """Load the decoders and the baseline, if any; those of the same checkpoint share one model.
+def load_decoders(settings: SpeedSettings, text: ModelText) -> list[NamedDecoder]:
+    """Load the decoders, then the baseline, if any; those of the same checkpoint share one model.
 
     Raises EvaluationError if a model cannot be loaded.
     """
@@ -252,11 +251,11 @@ def load_decoders(
         model = _random_model(settings.random_weights, text.vocabulary_size, dtype, device)
     decoders = [build(kind, kind, model, text) for kind in settings.decoders]
     if settings.baseline is None or settings.baseline_name is None:
-        return decoders, None
+        return decoders
     if settings.baseline_model is not None:
         model = load_checkpoint(settings.baseline_model, dtype, device)
         text = load_text(settings.baseline_model)
-    return decoders, build(settings.baseline_name, settings.baseline, model, text)
+    return [*decoders, build(settings.baseline_name, settings.baseline, model, text)]
 
 
 def load_checkpoint(name_or_path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -354,17 +353,19 @@ def _generate(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
     to fork ends its answers early if it may not fork.
     """
     questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
-    decoders, baseline = load_decoders(settings, load_text(settings.model))
+    decoders = load_decoders(settings, load_text(settings.model))
     store = _open(settings, folder, "answers.jsonl")
     limits = DecodeLimits(max_tokens=settings.max_tokens)
-    _warm_up([*decoders, *([] if baseline is None else [baseline])])
+    _warm_up(decoders)
 
     def answer(_number: int, question: Question) -> list[AnswerKey]:
-        answers = [_answer_turns(each, question, store, limits) for each in decoders]
-        if baseline is not None and settings.repeats_text:
-            _repeat_turns(baseline, question, store, answers[0])
-        elif baseline is not None:
-            _answer_turns(baseline, question, store, limits)
+        number = len(settings.decoders)
+        answers = [_answer_turns(each, question, store, limits) for each in decoders[:number]]
+        for baseline in decoders[number:]:
+            if settings.repeats_text:
+                _repeat_turns(baseline, question, store, answers[0])
+            else:
+                _answer_turns(baseline, question, store, limits)
         return [_key(question, turn) for turn in range(len(question.turns))]
 
     show = progress.start(f"answers to {settings.prompts}", len(questions))
@@ -374,52 +375,57 @@ def _generate(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> 
 
 
 def _replay(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> list[SpeedRun]:
-    """Force the answers' trees through the decoders, their flat texts through plain ones.
-
-    With `count_only`, steps and tokens of the trees are counted without a model.
-    """
+    """Force the answers' trees through the decoders, or count their steps without a model."""
     sets = [read_answer_set(path, settings.questions) for path in settings.replay]
     if len({answers.label for answers in sets}) < len(sets):
         raise EvaluationError("two files to replay have the same name")
     name = settings.model if settings.runs_checkpoint else settings.tokenizer or LLAMA_TOKENIZER
     text = load_text(name)
-    decoders: list[NamedDecoder] = []
-    if not settings.count_only:
-        measured_decoders, baseline = load_decoders(settings, text)
-        decoders = [*measured_decoders, *([] if baseline is None else [baseline])]
+    decoders = [] if settings.count_only else load_decoders(settings, text)
     runs = []
     for answers in sets:
         store = _open(settings, folder, f"answers-{file_name(answers.label)}.jsonl")
         chosen = answers.answers[: settings.limit]
-        _warm_up(decoders)
-
-        def replay(number: int, answer: RecordedAnswer, store: Store = store) -> list[AnswerKey]:
-            key = AnswerKey(answer.question_id, answer.turn, answer.category)
-            tree = extract_tree(answer.text).tree
-            if settings.count_only and (key.question_id, key.turn, COUNT) not in store.lines:
-                tokens = token_tree(tree, text.encode)
-                store.add(counted(key, tokens, len(text.encode_chat(answer.messages)), answer.text))
-            # In an order that favours none.
-            for each in decoders if number % 2 == 0 else decoders[::-1]:
-                if (key.question_id, key.turn, each.name) in store.lines:
-                    continue
-                scripts = _scripts(tree, each)
-                limits = DecodeLimits(
-                    max_tokens=max(1, sum(map(len, scripts.values()))),
-                    max_threads=max(1, len(scripts)),
-                    max_forks=max(1, len(scripts)),
-                )
-                prompt_ids = each.text.encode_chat(answer.messages)
-                choice = TokenChoice.replay(scripts)
-                decoded = decode_answer(each.decoder, prompt_ids, choice, limits)
-                store.add(measured(key, each.name, decoded, answer.text))
-            return [key]
-
         show = progress.start(answers.label, len(chosen))
-        keys, left_out = _answer_all(chosen, replay, show)
+        _warm_up(decoders)
+        if settings.count_only:
+            keys, left_out = _answer_all(chosen, partial(_count, text, store), show)
+        else:
+            keys, left_out = _answer_all(chosen, partial(_force, decoders, store), show)
         prompts = answers.benchmark or answers.label
         runs += _runs(settings, answers.label, prompts, store, keys, left_out)
     return runs
+
+
+def _count(text: ModelText, store: Store, _number: int, answer: RecordedAnswer) -> list[AnswerKey]:
+    """Count the steps and tokens of an answer's tree."""
+    key = AnswerKey(answer.question_id, answer.turn, answer.category)
+    if (key.question_id, key.turn, COUNT) not in store.lines:
+        tree = token_tree(extract_tree(answer.text).tree, text.encode)
+        store.add(counted(key, tree, len(text.encode_chat(answer.messages)), answer.text))
+    return [key]
+
+
+def _force(
+    decoders: Sequence[NamedDecoder], store: Store, number: int, answer: RecordedAnswer
+) -> list[AnswerKey]:
+    """Force an answer's tree through the decoders, and its flat text through plain ones."""
+    key = AnswerKey(answer.question_id, answer.turn, answer.category)
+    tree = extract_tree(answer.text).tree
+    # In an order that favours none.
+    for each in decoders if number % 2 == 0 else decoders[::-1]:
+        if (key.question_id, key.turn, each.name) in store.lines:
+            continue
+        scripts = _scripts(tree, each)
+        limits = DecodeLimits(
+            max_tokens=max(1, sum(map(len, scripts.values()))),
+            max_threads=max(1, len(scripts)),
+            max_forks=max(1, len(scripts)),
+        )
+        prompt_ids = each.text.encode_chat(answer.messages)
+        decoded = decode_answer(each.decoder, prompt_ids, TokenChoice.replay(scripts), limits)
+        store.add(measured(key, each.name, decoded, answer.text))
+    return [key]
 
 
 def _open(settings: SpeedSettings, folder: Path, name: str) -> Store:
