@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
@@ -43,13 +43,13 @@ _MAX_WRONG_FORK_SHARE = 0.01
 
 
 class HeldOutSettings(BaseModel):
-    """Sample of held-out prompts."""
+    """Sample of held-out prompts: its size, the seed of the training, and the sample's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_prompts: PositiveInt = Field(400, description="sample size")
-    seed: NonNegativeInt = Field(0, description="training seed")
-    stream: str = Field("", description="name of the sample; each name gives a different one")
+    num_prompts: PositiveInt = 400
+    seed: NonNegativeInt = 0
+    stream: str = ""
 
     def examples(self) -> list[ExampleRecord]:
         """Return examples that training with the same seed did not see."""
@@ -58,16 +58,21 @@ class HeldOutSettings(BaseModel):
 
 
 def parse_options(
-    description: str | None, model: Path, arguments: Sequence[str] | None
+    description: str | None, model: Path, arguments: Sequence[str] | None, **numbers: str
 ) -> tuple[argparse.Namespace, HeldOutSettings]:
-    """Return the options of a check, and its sample; `model` is the default of --model."""
+    """Return the options of a check, and its sample; `model` is the default of --model.
+
+    `numbers` has further options that are 0 by default, with their help.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, default=model, help="checkpoint folder")
-    for name, field in HeldOutSettings.model_fields.items():
-        option = f"--{name.removeprefix('num_')}"
-        kind = type(field.default)
-        parser.add_argument(option, type=kind, default=field.default, help=field.description)
-    parser.add_argument("--show", type=int, default=0, help="number of answers to print")
+    parser.add_argument("--prompts", type=int, default=400, help="sample size")
+    parser.add_argument("--seed", type=int, default=0, help="training seed")
+    parser.add_argument(
+        "--stream", default="", help="name of the sample; each name gives a different one"
+    )
+    for name, text in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=0, help=text)
     options = parser.parse_args(arguments)
     return options, HeldOutSettings(
         num_prompts=options.prompts, seed=options.seed, stream=options.stream

@@ -225,7 +225,8 @@ def report_table(verdicts: Sequence[JoinVerdict]) -> ReportTable:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check from the command line and return the exit code."""
-    options, settings = parse_options(__doc__, checkpoint_path(), arguments)
+    shown = "number of answers to print"
+    options, settings = parse_options(__doc__, checkpoint_path(), arguments, show=shown)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     verdicts, answers = check_joins(settings, ResubmittingClient(model, tokenizer))
