@@ -137,7 +137,7 @@ def passes_report(
         facts,
         [_passes(seconds), _sizes(curves)],
         {"passes": _figure(seconds, curves)},
-        {"seconds": seconds},
+        {"seconds": {name: each.seconds for name, each in times.items()}},
     )
 
 
