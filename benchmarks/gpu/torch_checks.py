@@ -188,8 +188,7 @@ def decoders(setup: Setup) -> Found:
 
 def figure4(setup: Setup) -> Found:
     """Replay recorded answers at 7B dimensions, one at a time, as long as there is time."""
-    from apar_core.offline.evaluation.speed_evaluation import run_speed
-    from apar_core.offline.evaluation.speed_run import SpeedSettings
+    from apar_core.offline.evaluation.speed_run import SpeedSettings, run_speed
 
     class Silent:
         def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:

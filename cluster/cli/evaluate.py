@@ -130,20 +130,16 @@ def speed(
     [bold]apar evaluate speed --replay ANSWERS.jsonl --count-only[/bold]
     """
     # Importing torch takes seconds, and `apar --help` must be fast.
-    from apar_core.offline.evaluation.speed_evaluation import run_speed
-    from apar_core.offline.evaluation.speed_run import SpeedSettings
+    from apar_core.offline.evaluation.speed_run import SpeedSettings, run_speed
     from apar_core.reporting import write_report
-
-    def path_of(name: str) -> str:
-        return model_path(name)
 
     with clear_errors():
         settings = SpeedSettings(
-            model=path_of(model),
+            model=model_path(model),
             model_name=model,
             decoders=tuple(decoders),
             baseline=None if against == "none" else against,
-            baseline_model=None if against_model is None else path_of(against_model),
+            baseline_model=None if against_model is None else model_path(against_model),
             baseline_model_name=against_model,
             prompts=prompts,
             replay=tuple(replay or ()),
@@ -320,13 +316,13 @@ def acceptance(
     [bold]apar evaluate acceptance --model out/apar-7b --prompt-tokens out/prompts --measure[/bold]
     """
     # Importing torch takes seconds, and `apar --help` must be fast.
-    from apar_core.offline.evaluation.acceptance_report import AcceptanceSettings, run_acceptance
+    from apar_core.offline.evaluation.acceptance_report import run_acceptance
 
     prompt_tokens, medusa_heads = _weights(model, prompt_tokens, medusa_heads)
     with clear_errors():
-        settings = AcceptanceSettings(
-            model=model_path(model),
-            model_name=model,
+        report = run_acceptance(
+            model_path(model),
+            model,
             prompt_tokens=prompt_tokens,
             medusa_heads=medusa_heads,
             measure=measure,
@@ -336,7 +332,7 @@ def acceptance(
             max_tokens=max_tokens,
             device=device,
         )
-        show_report(run_acceptance(settings), out, hidden=("probabilities",))
+        show_report(report, out, hidden=("probabilities",))
 
 
 @evaluate.command()
@@ -359,13 +355,14 @@ def passes(
     [bold]apar evaluate passes --out out/passes[/bold]
     """
     # Importing torch takes seconds, and `apar --help` must be fast.
-    from apar_core.offline.evaluation.passes_report import PassSettings, run_passes
+    from apar_core.offline.evaluation.passes_report import run_passes
 
     prompt_tokens, medusa_heads = _weights(model, prompt_tokens, medusa_heads)
     with clear_errors():
-        settings = PassSettings(
-            model=model_path(model),
-            model_name=model,
+        report = run_passes(
+            out,
+            model_path(model),
+            model,
             prompt_tokens=prompt_tokens,
             medusa_heads=medusa_heads,
             context=context,
@@ -373,7 +370,7 @@ def passes(
             device=device,
             dtype=dtype,
         )
-        show_report(run_passes(settings, out), out)
+        show_report(report, out)
 
 
 def _weights(
@@ -580,9 +577,13 @@ def quality(
     [bold]apar evaluate quality --judge https://api.openai.com/v1 --judge-model gpt-4 --target
     http://127.0.0.1:8000/v1 --model-name apar-7b[/bold]
     """
-    from apar_core.offline.evaluation.judging import JudgmentRequest, load_judge_prompts
     from apar_core.offline.evaluation.prompt_sets import load_prompts
-    from apar_core.offline.evaluation.quality import QualityPlan, TokenPrices
+    from apar_core.offline.evaluation.quality import (
+        JudgmentRequest,
+        QualityPlan,
+        TokenPrices,
+        load_judge_prompts,
+    )
 
     with clear_errors():
         if target is not None and model_name is None:

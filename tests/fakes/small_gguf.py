@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from apar_core.models.smollm2 import FetchedModel
 from apar_core.offline.gguf import convert_gguf
+from tests.fakes.progress import NoProgress
 
 WIDTH, HEADS, KV_HEADS, INNER = 64, 4, 2, 96
 F32, Q4_1, Q8_0 = 0, 3, 8
@@ -121,19 +122,6 @@ def _value(value: Any) -> bytes:
     return (
         struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
     )
-
-
-class NoProgress:
-    """Shows nothing, and counts the steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
-        return self._step
-
-    def _step(self) -> None:
-        self.steps += 1
 
 
 @contextmanager

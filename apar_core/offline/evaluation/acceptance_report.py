@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import isnan, sqrt
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-import matplotlib as mpl
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.decoders.pass_times import ProposerName
+from apar_core.offline.evaluation.layout import columns, figure
 from apar_core.offline.evaluation.own_answers import measure_and_write
 from apar_core.offline.evaluation.prompt_sets import HELD_OUT, load_prompts
 from apar_core.offline.evaluation.replay_text import ModelText
@@ -41,10 +41,7 @@ from apar_core.offline.speculation.sparse_tree import (
     static_tree,
 )
 from apar_core.offline.training.pretrained import load_model, load_tokenizer
-from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Column, Report, ReportTable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from apar_core.reporting import RUN_COLOURS, Report, ReportTable
 
 TREE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Inputs of a row in a pass: last token, candidates and prompt tokens."""
@@ -72,42 +69,48 @@ class Guesses:
         return {"prompt_tokens": "Prompt tokens", "medusa_heads": "Medusa heads"}[self.proposer]
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceSettings:
-    """Options of an evaluation of prompt tokens, Medusa heads or both.
+def run_acceptance(
+    model: str,
+    model_name: str,
+    *,
+    prompt_tokens: Path | None = None,
+    medusa_heads: Path | None = None,
+    measure: bool = False,
+    prompts: str = HELD_OUT,
+    questions: Path | None = None,
+    limit: int | None = None,
+    max_tokens: int = 1024,
+    device: str = "auto",
+) -> Report:
+    """Return the report; write the tables that are measured beside their weights.
 
     A table is measured if its folder has none or if `measure` asks for it. The measurement decodes
     answers of up to `max_tokens` to the first `limit` of the `prompts`; `questions` is the folder
-    of benchmark files.
+    of benchmark files. Raises EvaluationError without weights, and CheckpointError for weights or a
+    table that are damaged. Only a measurement notices weights of another model.
     """
-
-    model: str
-    model_name: str
-    prompt_tokens: Path | None = None
-    medusa_heads: Path | None = None
-    measure: bool = False
-    prompts: str = HELD_OUT
-    questions: Path | None = None
-    limit: int | None = None
-    max_tokens: int = 1024
-    device: str = "auto"
-
-
-def run_acceptance(settings: AcceptanceSettings) -> Report:
-    """Return the report; write the tables that are measured beside their weights.
-
-    Raises EvaluationError without weights, and CheckpointError for weights or a table that are
-    damaged. Only a measurement notices weights of another model.
-    """
-    folders = [settings.prompt_tokens, settings.medusa_heads]
-    if folders == [None, None]:
+    folders = [folder for folder in (prompt_tokens, medusa_heads) if folder is not None]
+    if not folders:
         raise EvaluationError("nothing to evaluate: give --prompt-tokens or --medusa-heads")
     for folder in folders:
-        if folder is not None and (settings.measure or not (folder / ACCEPTANCE_FILE).exists()):
-            _measure(settings, folder)
-    found = read_guesses(settings.prompt_tokens, settings.medusa_heads)
-    facts = {"Model": settings.model_name}
-    for each, folder in zip(found, (path for path in folders if path is not None), strict=True):
+        if not measure and (folder / ACCEPTANCE_FILE).exists():
+            continue
+        proposer: PromptTokens | MedusaHeads
+        if folder == prompt_tokens:
+            proposer = load_prompt_tokens(folder)
+        else:
+            proposer = load_medusa_heads(folder)
+        asked = load_prompts(prompts, questions)[:limit]
+        loaded = load_model(model, torch.float32, torch.device(choose_device(device)))
+        tokenizer = load_tokenizer(model)
+        if isinstance(proposer, PromptTokens):
+            check_prompt_tokens(proposer, loaded)
+        text = ModelText(tokenizer, model_name)
+        prompt_ids = [text.encode_question(question) for question in asked]
+        measure_and_write(loaded, tokenizer, proposer, prompt_ids, folder, max_tokens)
+    found = read_guesses(prompt_tokens, medusa_heads)
+    facts = {"Model": model_name}
+    for each, folder in zip(found, folders, strict=True):
         facts |= {
             each.name: str(folder),
             f"{each.name} measured on": each.table.source or "unknown",
@@ -130,47 +133,16 @@ def read_guesses(prompt_tokens: Path | None, medusa_heads: Path | None) -> list[
     return found
 
 
-def _measure(settings: AcceptanceSettings, folder: Path) -> None:
-    proposer: PromptTokens | MedusaHeads
-    if folder == settings.prompt_tokens:
-        proposer = load_prompt_tokens(folder)
-    else:
-        proposer = load_medusa_heads(folder)
-    questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
-    device = torch.device(choose_device(settings.device))
-    model = load_model(settings.model, torch.float32, device)
-    tokenizer = load_tokenizer(settings.model)
-    if isinstance(proposer, PromptTokens):
-        check_prompt_tokens(proposer, model)
-    text = ModelText(tokenizer, settings.model_name)
-    prompts = [
-        text.encode_prompt(question.turns[0])
-        if question.raw_prompt
-        else text.encode_chat(question.messages(0, ()))
-        for question in questions
-    ]
-    measure_and_write(model, tokenizer, proposer, prompts, folder, settings.max_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class TreeLengths:
-    """Expected tokens per step of trees with `num_inputs`; None where no such tree exists.
+def tree_lengths(
+    table: AcceptanceTable, num_inputs: int, ensemble: int = 1
+) -> dict[str, float | None]:
+    """Return the expected tokens per step of kinds of trees that have at most `num_inputs`.
 
     optimal: best trees of all states together. dynamic: the paper's construction with its best
     division into candidates and prompt tokens. static: M prompt tokens after every node. random:
-    mean over random trees with the candidates and prompt tokens of `dynamic`. Predictions of Medusa
-    heads need no inputs, so their optimal tree is a static one.
+    mean over random trees with the candidates and prompt tokens of `dynamic`. None where no such
+    tree exists: predictions of Medusa heads need no inputs, so their optimal tree is a static one.
     """
-
-    num_inputs: int
-    optimal: float
-    dynamic: float | None
-    static: float | None
-    random: float
-
-
-def tree_lengths(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> TreeLengths:
-    """Compare kinds of trees that have at most `num_inputs` in a pass."""
     most = table.num_distances
     dynamic, num_nodes = None, num_inputs
     division = (num_inputs - 1, most * num_inputs)
@@ -179,13 +151,12 @@ def tree_lengths(table: AcceptanceTable, num_inputs: int, ensemble: int = 1) -> 
         division, dynamic = best.division, best.expected_length()
         num_nodes = num_inputs // (1 + ensemble * most)
     drawn = (random_tree(table, *division, seed) for seed in range(_NUM_RANDOM))
-    return TreeLengths(
-        num_inputs,
-        optimal_tree(table, num_inputs, ensemble).expected_length(),
-        dynamic,
-        static_tree(table, num_nodes - 1).expected_length() if num_nodes else None,
-        fmean(tree.expected_length() for tree in drawn),
-    )
+    return {
+        "optimal": optimal_tree(table, num_inputs, ensemble).expected_length(),
+        "dynamic": dynamic,
+        "static": static_tree(table, num_nodes - 1).expected_length() if num_nodes else None,
+        "random": fmean(tree.expected_length() for tree in drawn),
+    }
 
 
 def acceptance_report(
@@ -193,7 +164,7 @@ def acceptance_report(
 ) -> Report:
     """Return the report of one or more proposers."""
     lengths = {
-        each.name: [tree_lengths(each.table, size, each.ensemble) for size in sizes]
+        each.name: {size: tree_lengths(each.table, size, each.ensemble) for size in sizes}
         for each in proposers
     }
     return Report(
@@ -222,14 +193,10 @@ def _accuracy(proposers: Sequence[Guesses]) -> ReportTable:
     return ReportTable(
         "accuracy",
         "Accuracy of guesses",
-        (
-            Column("Proposer"),
-            Column("Distance", "d"),
-            Column("Steps", "d"),
-            Column("Top-1 %"),
-            Column("± (95 %)"),
-            *(Column(f"Top-{k} %") for k in _TOP_K[1:]),
-            *(Column(f"All places: top-{k} %") for k in _TOP_K),
+        columns(
+            "Proposer | Distance :d | Steps :d | Top-1 % :.1f | ± (95 %) :.1f | Top-5 % :.1f | "
+            "Top-10 % :.1f | All places: top-1 % :.1f | All places: top-5 % :.1f | "
+            "All places: top-10 % :.1f"
         ),
         tuple(rows),
         "Distance 1 is the token after the model's own next token. Top-k: one of the k likeliest "
@@ -241,81 +208,67 @@ def _accuracy(proposers: Sequence[Guesses]) -> ReportTable:
 
 def _probabilities(proposers: Sequence[Guesses]) -> ReportTable:
     num_ranks = max(each.table.num_ranks for each in proposers)
-    rows = tuple(
-        (each.name, distance, *(100 * share for share in row), *[None] * (num_ranks - len(row)))
-        for each in proposers
-        for distance, row in enumerate(each.table.probabilities, 1)
-    )
-    ranks = (Column(f"{rank}", ".2f") for rank in range(1, num_ranks + 1))
+    ranks = " | ".join(f"{rank} :.2f" for rank in range(1, num_ranks + 1))
     return ReportTable(
         "probabilities",
         "Acceptance by rank of the candidate, %",
-        (Column("Proposer"), Column("Distance", "d"), *ranks),
-        rows,
+        columns(f"Proposer | Distance :d | {ranks}"),
+        tuple(
+            (each.name, distance, *(100 * share for share in row), *[None] * (num_ranks - len(row)))
+            for each in proposers
+            for distance, row in enumerate(each.table.probabilities, 1)
+        ),
     )
 
 
-def _trees(lengths: Mapping[str, Sequence[TreeLengths]]) -> ReportTable:
-    rows = tuple(
-        (name, each.num_inputs, each.optimal, each.dynamic, each.static, each.random)
-        for name, found in lengths.items()
-        for each in found
-    )
-    kinds = ("Optimal", "Dynamic (paper)", "Static", "Random")
+Lengths = Mapping[str, Mapping[int, Mapping[str, float | None]]]
+"""Expected tokens per step by proposer, inputs and kind of tree."""
+
+
+def _trees(lengths: Lengths) -> ReportTable:
     return ReportTable(
         "trees",
         "Expected tokens per step by kind and size of tree",
-        (Column("Proposer"), Column("Inputs", "d"), *(Column(kind, ".3f") for kind in kinds)),
-        rows,
+        columns(
+            "Proposer | Inputs :d | Optimal :.3f | Dynamic (paper) :.3f | Static :.3f | Random :.3f"
+        ),
+        tuple(
+            (name, size, *kinds.values())
+            for name, by_size in lengths.items()
+            for size, kinds in by_size.items()
+        ),
         "Predicted from the table. Inputs: last token, candidates and prompt tokens of a row in a "
         f"pass. Random: mean of {_NUM_RANDOM} trees. Medusa heads predict without inputs.",
     )
 
 
-def _figure(proposers: Sequence[Guesses], lengths: Mapping[str, Sequence[TreeLengths]]) -> Figure:
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure = Figure(figsize=(11, 4), layout="constrained")
-        accuracy, trees = figure.subplots(1, 2)
-        _draw_accuracy(accuracy, proposers)
-        _draw_trees(trees, lengths)
-    return figure
+def _figure(proposers: Sequence[Guesses], lengths: Lengths) -> Figure:
+    styles = ("o-", "s--", "^:")
 
+    def draw_accuracy(panel: Axes) -> None:
+        for style, each in zip(styles, proposers, strict=False):
+            for distance, shares in enumerate(each.table.accuracy or each.table.top_k(), 1):
+                panel.plot(
+                    range(1, len(shares) + 1),
+                    [100 * share for share in shares],
+                    style,
+                    color=RUN_COLOURS[(distance - 1) % len(RUN_COLOURS)],
+                    markersize=4,
+                    label=f"{each.name} @{distance}",
+                )
+        panel.set_ylim(0, 100)
 
-def _draw_accuracy(panel: Axes, proposers: Sequence[Guesses]) -> None:
-    for style, each in zip(("o-", "s--", "^:"), proposers, strict=False):
-        for distance, shares in enumerate(each.table.accuracy or each.table.top_k(), 1):
-            panel.plot(
-                range(1, len(shares) + 1),
-                [100 * share for share in shares],
-                style,
-                color=RUN_COLOURS[(distance - 1) % len(RUN_COLOURS)],
-                markersize=4,
-                label=f"{each.name} @{distance}",
-            )
-    panel.set_title("Accuracy by distance")
-    panel.set_xlabel("k candidates")
-    panel.set_ylabel("top-k accuracy, %")
-    panel.set_ylim(0, 100)
-    panel.legend(frameon=False, fontsize=8)
+    def draw_trees(panel: Axes) -> None:
+        for style, (name, by_size) in zip(styles, lengths.items(), strict=False):
+            for colour, kind in zip(RUN_COLOURS, next(iter(by_size.values())), strict=False):
+                found = [kinds[kind] for kinds in by_size.values()]
+                values = [float("nan") if value is None else value for value in found]
+                if not all(map(isnan, values)):
+                    label = f"{name}, {kind}"
+                    panel.plot([*by_size], values, style, color=colour, markersize=4, label=label)
 
-
-def _draw_trees(panel: Axes, lengths: Mapping[str, Sequence[TreeLengths]]) -> None:
-    for style, (name, found) in zip(("o-", "s--", "^:"), lengths.items(), strict=False):
-        for colour, kind in zip(
-            RUN_COLOURS, ("optimal", "dynamic", "static", "random"), strict=False
-        ):
-            values = [getattr(each, kind) for each in found]
-            if values.count(None) == len(values):
-                continue
-            panel.plot(
-                [each.num_inputs for each in found],
-                [float("nan") if value is None else value for value in values],
-                style,
-                color=colour,
-                markersize=4,
-                label=f"{name}, {kind}",
-            )
-    panel.set_title("Trees of a size (predicted)")
-    panel.set_xlabel("inputs of a row in a pass")
-    panel.set_ylabel("tokens per step")
-    panel.legend(frameon=False, fontsize=8)
+    return figure(
+        (11, 4),
+        ("Accuracy by distance", "k candidates", "top-k accuracy, %", draw_accuracy),
+        ("Trees of a size (predicted)", "inputs of a row in a pass", "tokens per step", draw_trees),
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from pydantic import BaseModel, model_validator
@@ -18,6 +19,7 @@ from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.evaluation.prompt_sets import (
     BENCHMARKS,
     OTHER_CATEGORY,
+    Choice,
     Question,
     load_benchmark,
 )
@@ -46,10 +48,6 @@ class AnswerSet:
     answers: tuple[RecordedAnswer, ...]
 
 
-class _Choice(BaseModel):
-    turns: list[str]
-
-
 class _Message(BaseModel):
     role: str
     content: str
@@ -62,7 +60,7 @@ class AnswerLine(BaseModel):
     id: int | str | None = None
     model_id: str | None = None
     category: str = OTHER_CATEGORY
-    choices: list[_Choice] | None = None
+    choices: list[Choice] | None = None
     text: str | None = None
     prompt: str | None = None
     response: str | None = None
@@ -101,15 +99,8 @@ def read_answer_set(path: Path, questions_folder: Path | None = None) -> AnswerS
         answers = [_traced(line, str(number)) for number, line in enumerate(lines)]
         return AnswerSet(label, None, tuple(_without_small_categories(answers)))
     benchmark, questions = _benchmark_of(lines, path, questions_folder)
-    return AnswerSet(
-        label,
-        benchmark,
-        tuple(
-            answer
-            for line in lines
-            for answer in _benchmark_answers(line, questions[str(line.question_id)], path)
-        ),
-    )
+    found = (_benchmark_answers(line, questions[str(line.question_id)], path) for line in lines)
+    return AnswerSet(label, benchmark, tuple(chain.from_iterable(found)))
 
 
 def _traced(line: AnswerLine, fallback_id: str) -> RecordedAnswer:
@@ -141,10 +132,7 @@ def _benchmark_of(
     wanted = {str(line.question_id) for line in lines}
     unknown: set[str] = wanted
     for benchmark in BENCHMARKS:
-        questions = {
-            question.question_id: question
-            for question in load_benchmark(benchmark, questions_folder)
-        }
+        questions = {each.question_id: each for each in load_benchmark(benchmark, questions_folder)}
         missing = wanted - questions.keys()
         if not missing:
             return benchmark, questions
@@ -161,14 +149,9 @@ def _benchmark_answers(line: AnswerLine, question: Question, path: Path) -> list
             f"{path}: question {question.question_id} has {len(question.turns)} turns, its answer "
             f"{len(texts)}"
         )
+    ids = (question.question_id, question.category)
     return [
-        RecordedAnswer(
-            question.question_id,
-            question.category,
-            turn + 1,
-            question.messages(turn, texts[:turn]),
-            text,
-        )
+        RecordedAnswer(*ids, turn + 1, question.messages(turn, texts[:turn]), text)
         for turn, text in enumerate(texts)
         if text
     ]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from apar_core.offline.data.records import ParagraphRecord, flat_text, thread_paragraphs
+from apar_core.offline.data.records import token_tree
 from apar_core.offline.data.structure import AnswerKind, StructureRules, extract_tree
 from apar_core.tree.paragraph import ParagraphNode, ParagraphTree
 
@@ -65,23 +65,8 @@ def fork_facts(tree: ParagraphTree[Item], decode: Callable[[Sequence[Item]], str
 def text_rules(text: str, rules: StructureRules) -> TextRules:
     """Return where the rules would fork in a text."""
     extracted = extract_tree(text, rules)
-    places: list[int] = []
-    heads: list[str] = []
-    details: list[str] = []
-    num_read = 0
-
-    def add_thread(first: ParagraphRecord) -> None:
-        nonlocal num_read
-        for paragraph in thread_paragraphs(first):
-            num_read += _num_visible(paragraph.text)
-            if paragraph.first_child is not None:
-                places.append(num_read)
-                heads.append(_last_line(paragraph.text))
-                details.append(flat_text(paragraph.first_child))
-                add_thread(paragraph.first_child)
-
-    add_thread(extracted.tree)
-    return TextRules(extracted.kind, ForkFacts(tuple(places), tuple(heads), tuple(details)))
+    characters = token_tree(extracted.tree, lambda part: [ord(each) for each in part])
+    return TextRules(extracted.kind, fork_facts(characters, lambda ids: "".join(map(chr, ids))))
 
 
 def _num_visible(text: str) -> int:
@@ -149,9 +134,9 @@ class ForkAnswer(BaseModel):
     statistics: dict[str, int]
     num_unended: int
     misplaced: int | None
-    places: tuple[int, ...] | None
-    heads: tuple[str, ...]
-    details: tuple[str, ...]
+    places: tuple[int, ...] | None = None
+    heads: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -162,22 +147,15 @@ class ForkAnswer(BaseModel):
         prompt_ids: Sequence[int],
     ) -> ForkAnswer:
         """Return the answer to a question, given by its id and category."""
-        forks = generated.forks
+        known = asdict(generated)
+        forks = known.pop("forks")
         return cls(
             source=source,
             question_id=question[0],
             category=question[1],
             prompt_ids=list(prompt_ids),
-            text=generated.text,
-            token_ids=list(generated.token_ids),
-            threads=generated.threads,
-            finish_reason=generated.finish_reason,
-            statistics=generated.statistics,
-            num_unended=generated.num_unended,
-            misplaced=generated.misplaced,
-            places=None if forks is None else forks.places,
-            heads=() if forks is None else forks.heads,
-            details=() if forks is None else forks.details,
+            **known,
+            **({} if forks is None else forks._asdict()),
         )
 
     @property
@@ -207,7 +185,7 @@ class ForkAnswer(BaseModel):
         return text_rules(self.text, rules).forks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KindCounts:
     """Forks of the answers of one kind.
 
@@ -233,13 +211,10 @@ def kind_counts(answers: Sequence[ForkAnswer], rules: StructureRules) -> list[Ki
     for answer in answers:
         ruled = text_rules(answer.text, rules)
         places, wanted = set(answer.places or ()), set(ruled.forks.places)
-        counts = found.get(ruled.kind, KindCounts(ruled.kind))
-        found[ruled.kind] = KindCounts(
-            ruled.kind,
-            counts.answers + 1,
-            counts.forked + answer.forked,
-            counts.places + len(places),
-            counts.rule_places + len(wanted),
-            counts.common + len(places & wanted),
-        )
+        counts = found.setdefault(ruled.kind, KindCounts(ruled.kind))
+        counts.answers += 1
+        counts.forked += answer.forked
+        counts.places += len(places)
+        counts.rule_places += len(wanted)
+        counts.common += len(places & wanted)
     return [found[kind] for kind in sorted(found)]

@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.causal_model import load_causal_model
-from apar_core.offline.data.records import count_forks, flat_text
+from apar_core.offline.data.records import ExampleRecord, count_forks, flat_text
 from apar_core.offline.data.tiny_corpus.combinations import FORKING_KINDS, KINDS
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.decoders.interface import DecodedThread, paragraph_tree
+from apar_core.offline.evaluation.layout import columns
 from apar_core.offline.training.example_encoder import prompt_token_ids
 from apar_core.offline.training.pretrained import tree_tokens
-from apar_core.reporting import Column, ReportTable
+from apar_core.reporting import ReportTable
 from apar_core.tree.restore import restore
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, child_thread
 
@@ -36,20 +37,93 @@ DecodeAnswers = Callable[[Sequence[Sequence[int]]], list[list[DecodedThread]]]
 """Decodes prompts of token ids; returns each answer's threads, parents before their children."""
 
 
-class ForkCheckSettings(BaseModel):
-    """Size and bounds of the check."""
+# Bounds: forked answers, of those where a fork is expected, and of the others.
+_MIN_FORKING_SHARE = 0.95
+_MAX_WRONG_FORK_SHARE = 0.01
+
+
+class HeldOutSettings(BaseModel):
+    """Sample of held-out prompts: its size, the seed of the training, and the sample's name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_prompts: PositiveInt = 400
-    seed: NonNegativeInt = Field(0, description="Training seed, which determines the split.")
-    stream: str = Field("", description="Name of the sample of held-out prompts.")
-    min_forking_share: float = Field(
-        0.95, description="Minimum share of forked answers where a fork is expected."
+    seed: NonNegativeInt = 0
+    stream: str = ""
+
+    def examples(self) -> list[ExampleRecord]:
+        """Return examples that training with the same seed did not see."""
+        corpus = Corpus(self.seed, held_out=True, stream=self.stream)
+        return list(corpus.examples(self.num_prompts))
+
+
+def parse_options(
+    description: str | None, model: Path, arguments: Sequence[str] | None, **numbers: str
+) -> tuple[argparse.Namespace, HeldOutSettings]:
+    """Return the options of a check, and its sample; `model` is the default of --model.
+
+    `numbers` has further options that are 0 by default, with their help.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", type=Path, default=model, help="checkpoint folder")
+    parser.add_argument("--prompts", type=int, default=400, help="sample size")
+    parser.add_argument("--seed", type=int, default=0, help="training seed")
+    parser.add_argument(
+        "--stream", default="", help="name of the sample; each name gives a different one"
     )
-    max_wrong_fork_share: float = Field(
-        0.01, description="Maximum share of forked answers where none is expected."
+    for name, text in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=0, help=text)
+    options = parser.parse_args(arguments)
+    return options, HeldOutSettings(
+        num_prompts=options.prompts, seed=options.seed, stream=options.stream
     )
+
+
+def sums_by_kind(
+    verdicts: Iterable[tuple[str, Sequence[int]]],
+) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Return each kind of prompt with its number of answers and the sums of their counts."""
+    found: dict[str, list[Sequence[int]]] = {}
+    for kind, counts in verdicts:
+        found.setdefault(kind, []).append(counts)
+    return [
+        (kind, len(found[kind]), tuple(map(sum, zip(*found[kind], strict=True))))
+        for kind in KINDS
+        if kind in found
+    ]
+
+
+def greedy_texts(
+    model: Any,
+    contexts: Sequence[Sequence[int]],
+    *,
+    ends: Sequence[int],
+    pad_id: int,
+    max_tokens: int,
+    batch_size: int,
+) -> list[list[int]]:
+    """Return what the `generate` of transformers appends to each context, up to and with an end."""
+    texts: list[list[int]] = [[] for _ in contexts]
+    # Rows of similar length need little padding.
+    order = sorted(range(len(contexts)), key=lambda index: len(contexts[index]))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        width = max(len(contexts[index]) for index in batch)
+        padding = [width - len(contexts[index]) for index in batch]
+        rows = [[pad_id] * n + [*contexts[index]] for n, index in zip(padding, batch, strict=True)]
+        with torch.inference_mode():
+            found = model.generate(
+                torch.tensor(rows),
+                attention_mask=torch.tensor([[0] * n + [1] * (width - n) for n in padding]),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=sorted(ends),
+                pad_token_id=pad_id,
+            )
+        for index, row in zip(batch, found[:, width:].tolist(), strict=True):
+            length = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+            texts[index] = row[:length]
+    return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +172,14 @@ class ForkReport:
         plain = [verdict for verdict in self.verdicts if not verdict.should_fork]
         return sum(verdict.forked for verdict in plain) / max(1, len(plain))
 
-    def failures(self, settings: ForkCheckSettings) -> list[str]:
+    def failures(self) -> list[str]:
         """Return a message for each missed bound."""
         unended = sum(verdict.num_unended for verdict in self.verdicts)
         mistakes = sum(verdict.control_mistakes for verdict in self.verdicts)
         found = []
-        if self.forking_share < settings.min_forking_share:
+        if self.forking_share < _MIN_FORKING_SHARE:
             found.append(f"only {self.forking_share:.1%} fork where they should")
-        if self.wrong_fork_share > settings.max_wrong_fork_share:
+        if self.wrong_fork_share > _MAX_WRONG_FORK_SHARE:
             found.append(f"{self.wrong_fork_share:.1%} fork where they should not")
         if unended:
             found.append(f"{unended} threads did not end by themselves")
@@ -151,13 +225,19 @@ class TransformersThreadDecoder:
         ]
         while wave:
             children: list[_PendingThread] = []
-            # Rows of similar length need little padding.
-            wave.sort(key=lambda pending: len(pending.prefix))
-            for start in range(0, len(wave), self.batch_size):
-                batch = wave[start : start + self.batch_size]
-                for pending, (token_ids, ended) in zip(batch, self._decode(batch), strict=True):
-                    answers[pending.answer].append(pending.decoded(token_ids, ended=ended))
-                    children.extend(self._children(pending, token_ids))
+            texts = greedy_texts(
+                self.model,
+                [pending.prefix for pending in wave],
+                ends=[self.tokens.end_id],
+                pad_id=self.pad_id,
+                max_tokens=self.max_thread_tokens,
+                batch_size=self.batch_size,
+            )
+            for pending, text in zip(wave, texts, strict=True):
+                ended = text[-1:] == [self.tokens.end_id]
+                token_ids = tuple(text[:-1] if ended else text)
+                answers[pending.answer].append(pending.decoded(token_ids, ended=ended))
+                children.extend(self._children(pending, token_ids))
             wave = self._admit(children, answers)
         return answers
 
@@ -174,32 +254,6 @@ class TransformersThreadDecoder:
             else:
                 answers[pending.answer].append(pending.decoded((), ended=False))
         return wave
-
-    def _decode(self, batch: Sequence[_PendingThread]) -> list[tuple[tuple[int, ...], bool]]:
-        """Return each row's tokens up to its end token, and whether it ended."""
-        width = max(len(pending.prefix) for pending in batch)
-        padded = [
-            [self.pad_id] * (width - len(pending.prefix)) + list(pending.prefix)
-            for pending in batch
-        ]
-        attention = [
-            [0] * (width - len(pending.prefix)) + [1] * len(pending.prefix) for pending in batch
-        ]
-        with torch.inference_mode():
-            rows = self.model.generate(
-                torch.tensor(padded),
-                attention_mask=torch.tensor(attention),
-                max_new_tokens=self.max_thread_tokens,
-                do_sample=False,
-                eos_token_id=self.tokens.end_id,
-                pad_token_id=self.pad_id,
-            )
-        return [self._cut(row) for row in rows[:, width:].tolist()]
-
-    def _cut(self, sampled: list[int]) -> tuple[tuple[int, ...], bool]:
-        if self.tokens.end_id in sampled:
-            return tuple(sampled[: sampled.index(self.tokens.end_id)]), True
-        return tuple(sampled), False
 
     def _children(
         self, pending: _PendingThread, token_ids: tuple[int, ...]
@@ -218,10 +272,9 @@ class TransformersThreadDecoder:
 
 
 def held_out_prompts(
-    settings: ForkCheckSettings, tokenizer: PreTrainedTokenizerFast
+    settings: HeldOutSettings, tokenizer: PreTrainedTokenizerFast
 ) -> list[CheckPrompt]:
     """Return prompts that training with the same seed did not see."""
-    corpus = Corpus(settings.seed, held_out=True, stream=settings.stream)
     return [
         CheckPrompt(
             example.kind,
@@ -229,7 +282,7 @@ def held_out_prompts(
             count_forks(example.answer),
             flat_text(example.answer),
         )
-        for example in corpus.examples(settings.num_prompts)
+        for example in settings.examples()
     ]
 
 
@@ -269,7 +322,7 @@ def judge(
 
 
 def check_forks(
-    settings: ForkCheckSettings, tokenizer: PreTrainedTokenizerFast, decode: DecodeAnswers
+    settings: HeldOutSettings, tokenizer: PreTrainedTokenizerFast, decode: DecodeAnswers
 ) -> ForkReport:
     """Decode the held-out prompts greedily with `decode` and judge every answer."""
     tokens = tree_tokens(tokenizer)
@@ -284,43 +337,28 @@ def check_forks(
 
 def report_table(report: ForkReport) -> ReportTable:
     """Return the counts of each kind of prompt."""
-    columns = ("asked", "forked", "same forks", "same text", "threads", "cut off", "stray")
-    rows = []
-    for kind in KINDS:
-        verdicts = [verdict for verdict in report.verdicts if verdict.kind == kind]
-        if verdicts:
-            counts = (
-                len(verdicts),
-                sum(verdict.forked for verdict in verdicts),
-                sum(verdict.same_forks for verdict in verdicts),
-                sum(verdict.same_text for verdict in verdicts),
-                sum(verdict.num_threads for verdict in verdicts),
-                sum(verdict.num_unended for verdict in verdicts),
-                sum(verdict.control_mistakes for verdict in verdicts),
-            )
-            rows.append((kind, "yes" if kind in FORKING_KINDS else "no", *counts))
+    counts = (
+        (each.kind, (each.forked, each.same_forks, each.same_text, each.num_threads,
+                     each.num_unended, each.control_mistakes))
+        for each in report.verdicts
+    )  # fmt: skip
     return ReportTable(
         "forks",
         "Forks on held-out prompts (greedy)",
-        (Column("kind"), Column("fork?"), *(Column(title, "d") for title in columns)),
-        tuple(rows),
+        columns(
+            "kind | fork? | asked :d | forked :d | same forks :d | same text :d | threads :d | "
+            "cut off :d | stray :d"
+        ),
+        tuple(
+            (kind, "yes" if kind in FORKING_KINDS else "no", number, *sums)
+            for kind, number, sums in sums_by_kind(counts)
+        ),
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check from the command line and return the exit code."""
-    defaults = ForkCheckSettings()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=checkpoint_path(), help="checkpoint folder")
-    parser.add_argument("--prompts", type=int, default=defaults.num_prompts, help="sample size")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="training seed")
-    parser.add_argument(
-        "--stream", default="", help="name of the sample; each name gives a different one"
-    )
-    options = parser.parse_args(arguments)
-    settings = ForkCheckSettings(
-        num_prompts=options.prompts, seed=options.seed, stream=options.stream
-    )
+    options, settings = parse_options(__doc__, checkpoint_path(), arguments)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
     model: Any = load_causal_model(options.model, dtype=torch.float32).eval()
     decoder = TransformersThreadDecoder(model, tree_tokens(tokenizer), tokenizer.pad_token_id)
@@ -329,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(report_table(report).as_markdown(), markup=False, soft_wrap=True)
     console.print(f"forks where it should: {report.forking_share:.1%}")
     console.print(f"forks where it should not: {report.wrong_fork_share:.1%}")
-    failures = report.failures(settings)
+    failures = report.failures()
     for failure in failures:
         console.print(f"[bold red]failed:[/bold red] {failure}")
     return 1 if failures else 0

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from apar_core.intervals import (
@@ -19,7 +19,12 @@ from apar_core.intervals import (
     share,
 )
 from apar_core.offline.data.structure import StructureRules
-from apar_core.offline.evaluation.fork_answers import ForkAnswer, kind_counts, num_repeated
+from apar_core.offline.evaluation.fork_answers import (
+    ForkAnswer,
+    KindCounts,
+    kind_counts,
+    num_repeated,
+)
 from apar_core.offline.evaluation.fork_forcing import ForcedCounts, sums_by
 from apar_core.offline.evaluation.forks import (
     BASE,
@@ -31,11 +36,12 @@ from apar_core.offline.evaluation.forks import (
     Method,
     SpeedRun,
 )
+from apar_core.offline.evaluation.layout import columns, figure
 from apar_core.offline.evaluation.speed_run import machine_name
-from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Cell, Column, Report, ReportTable
+from apar_core.reporting import RUN_COLOURS, Cell, Report, ReportTable
 
 _ALL = "Mean of all"
-_INTERVAL = Column("95% interval", "")
+_INTERVAL = "95% interval"
 _TITLES: dict[Method, str] = {
     FORKED: "forked",
     SEQUENTIAL: "the same text, one thread",
@@ -98,34 +104,29 @@ def _summary_table(measures: dict[str, _Measure]) -> ReportTable:
         found = each.found
         value = None if found is None else f"{found.value:{each.form}}"
         rows.append((each.title, value, None if found is None else found.interval(each.form)))
-    return ReportTable(
-        "summary",
-        "Summary",
-        (Column("measure"), Column("value"), _INTERVAL),
-        tuple(rows),
-        "Dashes: nothing to count.",
-    )
+    header = f"measure | value | {_INTERVAL}"
+    note = "Dashes: nothing to count."
+    return ReportTable("summary", "Summary", columns(header), tuple(rows), note)
 
 
 def _answers_table(results: ForkResults) -> ReportTable:
     forked = [each for each in results.answers if each.forked]
     alone = [each for each in results.answers if not each.forked]
-    groups = [(_ALL, results.answers), ("forked", forked), ("without forks", alone)]
-    if results.base:
-        groups.append(("base model", results.base))
-    columns = (
-        *(Column("answers"), Column("number", "d"), Column("threads", ".2f"), Column("depth", "d")),
-        *(Column("tokens"), Column("steps"), Column("tokens/step", ".2f")),
-        *(Column("cut off", ".1%"), Column("threads cut off", "d")),
-        *(Column("misplaced control tokens", "d"), Column("with a repeated item", ".1%")),
-        *(Column("repeated items", "d"), Column("items", "d")),
-    )
+    groups = {
+        _ALL: results.answers, "forked": forked, "without forks": alone, "base model": results.base
+    }  # fmt: skip
     return ReportTable(
         "answers",
         "Answers",
-        columns,
+        columns(
+            "answers | number :d | threads :.2f | depth :d | tokens :.1f | steps :.1f | "
+            "tokens/step :.2f | cut off :.1% | threads cut off :d | misplaced control tokens :d | "
+            "with a repeated item :.1% | repeated items :d | items :d"
+        ),
         tuple(
-            (name, *_answer_cells(group, results.settings.rules)) for name, group in groups if group
+            (name, *_answer_cells(group, results.settings.rules))
+            for name, group in groups.items()
+            if group
         ),
         "Threads, tokens and steps are means; depth is the largest. Items are heads and details of "
         "forks, and in answers without forks those of the rules.",
@@ -168,10 +169,7 @@ def _category_table(answers: Sequence[ForkAnswer]) -> ReportTable:
     return ReportTable(
         "categories",
         "Forks by category of the question",
-        (
-            *(Column("category"), Column("answers", "d"), Column("forked", ".1%"), _INTERVAL),
-            Column("threads", ".2f"),
-        ),
+        columns(f"category | answers :d | forked :.1% | {_INTERVAL} | threads :.2f"),
         tuple(rows),
     )
 
@@ -180,69 +178,58 @@ def _rule_tables(
     results: ForkResults, measures: dict[str, _Measure]
 ) -> tuple[ReportTable, ReportTable]:
     counts = kind_counts(results.answers, results.settings.rules)
-    by_answer: list[tuple[Cell, ...]] = []
-    by_place: list[tuple[Cell, ...]] = []
+    total = KindCounts("all")
     for each in counts:
-        fork = "yes" if each.should_fork else "no"
-        forked = share(each.forked, each.answers)
-        by_answer.append((each.kind, fork, each.answers, each.forked, *_share_cells(forked)))
-        by_place.append(
-            (
-                *(each.kind, each.places, each.rule_places, each.common),
-                *_share_cells(share(each.common, each.places)),
-                *_share_cells(share(each.common, each.rule_places)),
-            )
-        )
+        total.places += each.places
+        total.rule_places += each.rule_places
+        total.common += each.common
     wanted = [each for each in counts if each.should_fork]
-    num_forked = sum(each.forked for each in counts)
-    right = sum(each.forked for each in wanted)
     others = [each for each in counts if not each.should_fork]
-    num_common = sum(each.common for each in counts)
-    precision = share(num_common, sum(each.places for each in counts))
-    recall = share(num_common, sum(each.rule_places for each in counts))
-    measures |= {
-        "answer_precision": _Measure(
-            "forked answers whose text the rules fork (precision)", share(right, num_forked)
-        ),
-        "answer_recall": _Measure(
-            "forked, of the answers whose text the rules fork (recall)",
-            share(right, sum(each.answers for each in wanted)),
-        ),
-        "others_forked": _Measure(
-            "forked, of the other answers",
-            share(sum(each.forked for each in others), sum(each.answers for each in others)),
-        ),
-        "place_precision": _Measure("forks at a place of the rules (precision)", precision),
-        "place_recall": _Measure("places of the rules with a fork (recall)", recall),
-    }
-    all_places = (
-        "all",
-        sum(each.places for each in counts),
-        sum(each.rule_places for each in counts),
-        num_common,
-        *_share_cells(precision),
-        *_share_cells(recall),
-    )
-    kind = Column("kind by the rules")
+    right, wrong = (sum(each.forked for each in some) for some in (wanted, others))
+    for name, title, hits, number in (
+        ("answer_precision", "forked answers whose text the rules fork (precision)",
+         right, right + wrong),
+        ("answer_recall", "forked, of the answers whose text the rules fork (recall)",
+         right, sum(each.answers for each in wanted)),
+        ("others_forked", "forked, of the other answers",
+         wrong, sum(each.answers for each in others)),
+        ("place_precision", "forks at a place of the rules (precision)",
+         total.common, total.places),
+        ("place_recall", "places of the rules with a fork (recall)",
+         total.common, total.rule_places),
+    ):  # fmt: skip
+        measures[name] = _Measure(title, share(hits, number))
     return (
         ReportTable(
             "rules-by-answer",
             "Forked answers, by what the rules make of their text",
-            (
-                *(kind, Column("rules fork"), Column("answers", "d"), Column("forked", "d")),
-                *(Column("share", ".1%"), _INTERVAL),
+            columns(
+                "kind by the rules | rules fork | answers :d | forked :d | share :.1% | "
+                f"{_INTERVAL}"
             ),
-            tuple(by_answer),
+            tuple(
+                (
+                    *(each.kind, "yes" if each.should_fork else "no", each.answers, each.forked),
+                    *_share_cells(share(each.forked, each.answers)),
+                )
+                for each in counts
+            ),
         ),
         ReportTable(
             "rules-by-place",
             "Places of forks, compared with the rules in the same text",
-            (
-                *(kind, Column("forks", "d"), Column("places of the rules", "d")),
-                *(Column("both", "d"), Column("precision", ".1%"), _INTERVAL),
-                *(Column("recall", ".1%"), _INTERVAL),
+            columns(
+                "kind by the rules | forks :d | places of the rules :d | both :d | "
+                f"precision :.1% | {_INTERVAL} | recall :.1% | {_INTERVAL}"
             ),
-            (*by_place, all_places),
+            tuple(
+                (
+                    *(each.kind, each.places, each.rule_places, each.common),
+                    *_share_cells(share(each.common, each.places)),
+                    *_share_cells(share(each.common, each.rule_places)),
+                )
+                for each in (*counts, total)
+            ),
             "White space between two places does not count. Intervals take places as independent.",
         ),
     )
@@ -250,9 +237,8 @@ def _rule_tables(
 
 def _forced_table(forced: Sequence[ForcedCounts], measures: dict[str, _Measure]) -> ReportTable:
     rows: list[tuple[Cell, ...]] = []
-    sums = [*sums_by(forced, lambda each: each.kind).items()]
     total = sums_by(forced, lambda each: "all")["all"]
-    for kind, counts in (*sums, ("all", total)):
+    for kind, counts in (*sums_by(forced, lambda each: each.kind).items(), ("all", total)):
         rows.append(
             (
                 *(kind, counts.answers, counts.rule_places, counts.forks),
@@ -272,11 +258,9 @@ def _forced_table(forced: Sequence[ForcedCounts], measures: dict[str, _Measure])
     return ReportTable(
         "recorded",
         "First choices within recorded answers, which are read with the forks of the rules",
-        (
-            *(Column("kind"), Column("answers", "d"), Column("places of the rules", "d")),
-            *(Column("fork is first", "d"), Column("share", ".1%"), _INTERVAL),
-            *(Column("other tokens", "d"), Column("fork is first there", "d")),
-            Column("misplaced control tokens", "d"),
+        columns(
+            f"kind | answers :d | places of the rules :d | fork is first :d | share :.1% | "
+            f"{_INTERVAL} | other tokens :d | fork is first there :d | misplaced control tokens :d"
         ),
         tuple(rows),
         "Misplaced: a control token that the engine bans there is first.",
@@ -289,29 +273,22 @@ def _equality_table(results: ForkResults, measures: dict[str, _Measure]) -> Repo
         for each, base in zip(results.answers, results.base, strict=True)
         if not each.forked
     ]
-    equal = share(sum(each.text == base.text for each, base in pairs), len(pairs))
-    begun = [_equal_share(each.token_ids, base.token_ids) for each, base in pairs]
-    greedy = results.settings.is_greedy
-    measures["equal_to_base"] = _Measure(
-        "answers without forks that equal the base model's", equal if greedy else None
-    )
+    equal, begun = None, None
+    note = "Not counted: answers are sampled (--temperature)."
+    if results.settings.is_greedy:
+        equal = share(sum(each.text == base.text for each, base in pairs), len(pairs))
+        if pairs:
+            shares = (_equal_share(each.token_ids, base.token_ids) for each, base in pairs)
+            begun = statistics.fmean(shares)
+        note = "Equal from the start: mean share of an answer's tokens before the first difference."
+    title = "answers without forks that equal the base model's"
+    measures["equal_to_base"] = _Measure(title, equal)
     return ReportTable(
         "equality",
         "Answers without forks, compared with the base model's",
-        (
-            *(Column("answers", "d"), Column("equal", ".1%"), _INTERVAL),
-            Column("equal from the start", ".1%"),
-        ),
-        (
-            (
-                len(pairs),
-                *(_share_cells(equal) if greedy else (None, None)),
-                statistics.fmean(begun) if greedy and begun else None,
-            ),
-        ),
-        "Equal from the start: mean share of an answer's tokens before the first difference."
-        if greedy
-        else "Not counted: answers are sampled (--temperature).",
+        columns(f"answers :d | equal :.1% | {_INTERVAL} | equal from the start :.1%"),
+        ((len(pairs), *_share_cells(equal), begun),),
+        note,
     )
 
 
@@ -354,7 +331,7 @@ def _loss_table(results: ForkResults, measures: dict[str, _Measure]) -> list[Rep
         ReportTable(
             "log-loss",
             f"Log-loss per token under {results.settings.base_name}",
-            (Column(""), Column("nats", ".3f"), _INTERVAL),
+            columns(f" | nats :.3f | {_INTERVAL}"),
             tuple((name, each.value, each.interval(".3f")) for name, each in found.items()),
             f"Of {len(values)} questions whose answer forks. Intervals are bootstrapped over "
             "questions, with both answers to a question together.",
@@ -370,12 +347,9 @@ def _speed_table(runs: Sequence[SpeedRun], measures: dict[str, _Measure]) -> Rep
             some = [run.figures for run in _runs_of(runs, requests, method)]
             if not some:
                 continue
-            speed = over_repeats([each.tokens_per_s for each in some])
-            ratio = (
-                None
-                if method == FORKED
-                else ratio_over_repeats(forked, [each.tokens_per_s for each in some])
-            )
+            speeds = [each.tokens_per_s for each in some]
+            speed = over_repeats(speeds)
+            ratio = None if method == FORKED else ratio_over_repeats(forked, speeds)
             attended = [each.attended_tokens for each in some if each.attended_tokens is not None]
             rows.append(
                 (
@@ -387,17 +361,17 @@ def _speed_table(runs: Sequence[SpeedRun], measures: dict[str, _Measure]) -> Rep
                 )
             )
             if ratio is not None:
+                at_once = "1 request" if requests == 1 else f"{requests} requests at once"
                 measures[f"speed_{method}_{requests}"] = _Measure(
-                    f"speed forked / {title}, {_at_once(requests)}", ratio, ".2f"
+                    f"speed forked / {title}, {at_once}", ratio, ".2f"
                 )
     repeats = max(run.key.round for run in runs) + 1
     return ReportTable(
         "speed",
         "Speed of answers that fork, replayed in the engine",
-        (
-            *(Column("requests", "d"), Column("way"), Column("tokens/s"), _INTERVAL),
-            *(Column("forked / this", ".2f"), _INTERVAL, Column("latency s", ".2f")),
-            *(Column("peak KV tokens", ",.0f"), Column("attended/answer", ",.0f")),
+        columns(
+            f"requests :d | way | tokens/s :.1f | {_INTERVAL} | forked / this :.2f | {_INTERVAL} | "
+            "latency s :.2f | peak KV tokens :,.0f | attended/answer :,.0f"
         ),
         tuple(rows),
         f"Intervals over {repeats} repeats. Requests: running at once, each followed by the next.",
@@ -406,30 +380,27 @@ def _speed_table(runs: Sequence[SpeedRun], measures: dict[str, _Measure]) -> Rep
 
 def _speed_figure(runs: Sequence[SpeedRun]) -> Figure:
     numbers = list(dict.fromkeys(run.key.requests for run in runs))
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-        panel = figure.subplots()
-        places = np.arange(len(numbers))
-        methods = [method for method in _TITLES if _runs_of(runs, numbers[0], method)]
-        width = 0.8 / len(methods)
+    methods = [method for method in _TITLES if _runs_of(runs, numbers[0], method)]
+    places, width = np.arange(len(numbers)), 0.8 / len(methods)
+
+    def draw(panel: Axes) -> None:
         for index, (method, colour) in enumerate(zip(methods, RUN_COLOURS, strict=False)):
             found = [over_repeats(_values(runs, number, method)) for number in numbers]
-            error = [0.0 if each.high is None else each.high - each.value for each in found]
             panel.bar(
                 places + (index - (len(methods) - 1) / 2) * width,
                 [each.value for each in found],
                 width,
-                yerr=error,
+                yerr=[0.0 if each.high is None else each.high - each.value for each in found],
                 capsize=3,
                 color=colour,
                 label=_TITLES[method],
             )
         panel.set_xticks(places, [str(number) for number in numbers])
-        panel.set_xlabel("requests at once")
-        panel.set_ylabel("text tokens per second")
-        panel.set_title("Speed of answers that fork")
-        figure.legend(loc="outside lower center", ncols=len(methods), frameon=False)
-    return figure
+        panel.figure.legend(loc="outside lower center", ncols=len(methods), frameon=False)
+
+    title = "Speed of answers that fork"
+    axes = ("requests at once", "text tokens per second")
+    return figure((7.2, 3.8), (title, *axes, draw), legend=False)
 
 
 def _runs_of(runs: Sequence[SpeedRun], requests: int, method: Method) -> list[SpeedRun]:
@@ -444,7 +415,3 @@ def _values(runs: Sequence[SpeedRun], requests: int, method: Method) -> list[flo
 
 def _share_cells(found: Estimate | None) -> tuple[Cell, Cell]:
     return (None, None) if found is None else (found.value, found.interval(".1%"))
-
-
-def _at_once(requests: int) -> str:
-    return "1 request" if requests == 1 else f"{requests} requests at once"

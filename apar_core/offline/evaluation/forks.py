@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -284,48 +284,37 @@ def run_forks(
             f"forks of it with `apar convert {settings.model_name} --out DIR`, and evaluate that "
             f"one with --base {settings.model_name}"
         )
-    base_text = None if settings.base is None else load_text(settings.base)
-    questions = _questions(settings)
+    models = {MODEL: _Model(settings.model, settings.model_name, text)}
+    if settings.base is not None:
+        name = settings.base_name or settings.base
+        models[BASE] = _Model(settings.base, name, load_text(settings.base))
+    questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
+    if len({question.question_id for question in questions}) < len(questions):
+        raise EvaluationError(f"{settings.prompts}: two questions have the same id")
     engines = _Engines(open_engine)
-    evaluation = _Evaluation(settings, folder, engines, progress, text, base_text)
+    evaluation = _Evaluation(settings, folder, models, engines, progress)
     waits = found.definition.parent == "waits"
-    missing: dict[str, str] = {}
+    base: list[ForkAnswer] = []
     try:
-        answers = evaluation.answer(MODEL, text, questions)
-        base: list[ForkAnswer] = []
-        if base_text is not None:
-            base = evaluation.answer(BASE, base_text, questions)
+        answers = evaluation.answer(MODEL, questions)
+        if BASE in models:
+            base = evaluation.answer(BASE, questions)
             evaluation.measure_losses(answers, base)
-        runs = evaluation.measure_speed(answers, base, missing)
+        runs = evaluation.measure_speed(answers, base)
     finally:
         engines.close()
+    missing, forced = evaluation.missing, []
     if waits:
         reason = f"threads of the format {found.definition.name} wait for their children"
         missing["Places of forks"] = f"not counted: {reason}"
-        forced = []
     else:
-        forced = evaluation.force(missing)
-    if base_text is None:
+        forced = evaluation.force()
+    if BASE not in models:
         missing["Base model"] = "none given (--base): not compared with its answers"
+    losses = dict(evaluation.losses.lines)
     return ForkResults(
-        settings,
-        found.definition.name,
-        waits,
-        answers,
-        base,
-        dict(evaluation.losses.lines),
-        forced,
-        runs,
-        missing,
+        settings, found.definition.name, waits, answers, base, losses, forced, runs, missing
     )
-
-
-def _questions(settings: ForkEvaluationSettings) -> list[Question]:
-    questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
-    ids = [question.question_id for question in questions]
-    if len(set(ids)) < len(ids):
-        raise EvaluationError(f"{settings.prompts}: two questions have the same id")
-    return questions
 
 
 def recorded_examples(settings: ForkEvaluationSettings) -> list[ExampleRecord]:
@@ -354,17 +343,24 @@ class _AnswerOfLine(BaseModel):
     response: str | None = None
 
 
+class _Model(NamedTuple):
+    """Checkpoint, name in reports, and tokenizer of a source of answers."""
+
+    path: str
+    name: str
+    text: ModelText
+
+
 class _Evaluation:
-    """One evaluation with the stores of its folder."""
+    """One evaluation with the stores of its folder; `missing` says what was not measured."""
 
     def __init__(
         self,
         settings: ForkEvaluationSettings,
         folder: Path,
+        models: Mapping[Source, _Model],
         engines: _Engines,
         progress: ShowProgress,
-        text: ModelText,
-        base_text: ModelText | None,
     ) -> None:
         facts = settings.as_facts()
         self.answers = LineStore(folder / "answers.jsonl", facts, ForkAnswer, lambda line: line.key)
@@ -373,83 +369,68 @@ class _Evaluation:
         self.forced = LineStore(
             folder / "forced.jsonl", facts, ForcedCounts, lambda line: line.example
         )
+        self.missing: dict[str, str] = {}
         self._settings = settings
+        self._models = models
         self._engines = engines
         self._progress = progress
-        self._text = text
-        self._base_text = base_text
 
-    def answer(
-        self, source: Source, text: ModelText, questions: Sequence[Question]
-    ) -> list[ForkAnswer]:
+    def answer(self, source: Source, questions: Sequence[Question]) -> list[ForkAnswer]:
         """Return the answers of a model to the first turns of questions."""
         settings, lines = self._settings, self.answers.lines
-        model, name = _model_of(settings, source)
+        model = self._models[source]
         missing = [each for each in questions if (source, each.question_id) not in lines]
         # Each question has a seed of its own, also in a run that continues.
-        places = {each.question_id: place for place, each in enumerate(questions)}
+        seeds = {each.question_id: settings.seed + n for n, each in enumerate(questions)}
         if missing:
-            done = self._progress.start(f"answers of {name}", len(missing))
-            engine = self._engines.of(model)
+            done = self._progress.start(f"answers of {model.name}", len(missing))
+            engine = self._engines.of(model.path)
         for some in _batches(missing, _ANSWERS_AT_ONCE):
-            prompts = [_prompt_ids(text, question) for question in some]
+            prompts = [model.text.encode_question(question) for question in some]
             for question, prompt in zip(some, prompts, strict=True):
                 if len(prompt) >= engine.context_tokens:
                     raise EvaluationError(
                         f"question {question.question_id} has {len(prompt)} tokens, the context of "
-                        f"{name} {engine.context_tokens}: leave it out of {settings.prompts}"
+                        f"{model.name} {engine.context_tokens}: leave it out of {settings.prompts}"
                     )
-            sampling = [
-                {
-                    "max_tokens": settings.max_tokens,
-                    "temperature": settings.temperature,
-                    "seed": settings.seed + places[question.question_id],
-                }
-                for question in some
-            ]
+            limits = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
+            sampling = [{**limits, "seed": seeds[question.question_id]} for question in some]
             found = engine.answer(prompts, sampling, forks=source == MODEL)
             for question, prompt, answer in zip(some, prompts, found, strict=True):
                 ids = (question.question_id, question.category)
                 self.answers.add(ForkAnswer.of(answer, source, ids, prompt))
                 done()
-        return [self.answers.lines[source, each.question_id] for each in questions]
+        return [lines[source, each.question_id] for each in questions]
 
     def measure_losses(self, answers: Sequence[ForkAnswer], base: Sequence[ForkAnswer]) -> None:
         """Measure forked answers, and the base model's to the same questions, under that model."""
-        assert self._base_text is not None
-        model, name = _model_of(self._settings, BASE)
+        model = self._models[BASE]
         pairs = zip(answers, base, strict=True)
         wanted = [each for pair in pairs if pair[0].forked for each in pair]
         missing = [each for each in wanted if each.key not in self.losses.lines]
         if not missing:
             return
-        done = self._progress.start(f"log-loss under {name}", len(missing))
-        engine = self._engines.of(model)
+        done = self._progress.start(f"log-loss under {model.name}", len(missing))
+        engine = self._engines.of(model.path)
         # Both texts are read after the prompt that the base model reads.
         prompts = {each.question_id: each.prompt_ids for each in base}
         for some in _batches(missing, _TEXTS_AT_ONCE):
             before = [prompts[each.question_id] for each in some]
             texts = [
-                self._base_text.encode(each.text)[: engine.context_tokens - len(prompt) - 1]
+                model.text.encode(each.text)[: engine.context_tokens - len(prompt) - 1]
                 for each, prompt in zip(some, before, strict=True)
             ]
             losses = engine.log_losses(before, texts)
-            for each, ids, loss in zip(some, texts, losses, strict=True):
+            for (source, question_id), ids, loss in zip(
+                (each.key for each in some), texts, losses, strict=True
+            ):
                 self.losses.add(
-                    TextLoss(
-                        source=each.source,
-                        question_id=each.question_id,
-                        loss=loss,
-                        tokens=len(ids),
-                    )
+                    TextLoss(source=source, question_id=question_id, loss=loss, tokens=len(ids))
                 )
                 done()
 
     def measure_speed(
-        self,
-        answers: Sequence[ForkAnswer],
-        base: Sequence[ForkAnswer],
-        missing: dict[str, str],
+        self, answers: Sequence[ForkAnswer], base: Sequence[ForkAnswer]
     ) -> list[SpeedRun]:
         """Replay forked answers in three ways, round by round, so that all see the same machine."""
         settings = self._settings
@@ -457,21 +438,38 @@ class _Evaluation:
         # What a limit has cut off has no end that could be replayed.
         whole = [each for each in answers if each.forked and not each.is_cut][:largest]
         if not whole:
-            missing["Speed"] = "not measured: no answer forks and ends by itself"
+            self.missing["Speed"] = "not measured: no answer forks and ends by itself"
             return []
-        end_id = turn_end_id(self._text.tokenizer)
-        replays: dict[Method, list[ReplayedAnswer]] = {
-            FORKED: [_replayed(each, end_id, forked=True) for each in whole],
-            SEQUENTIAL: [_replayed(each, end_id, forked=False) for each in whole],
-        }
+        end_id = turn_end_id(self._models[MODEL].text.tokenizer)
+
+        def replayed(some: Sequence[ForkAnswer], *, forked: bool = False) -> list[ReplayedAnswer]:
+            return [
+                ReplayedAnswer(
+                    each.question_id,
+                    each.category,
+                    each.prompt_ids,
+                    each.threads,
+                    [*each.token_ids, end_id],
+                    forked,
+                )
+                for each in some
+            ]
+
+        replays = {FORKED: replayed(whole, forked=True), SEQUENTIAL: replayed(whole)}
         reason = self._base_differs()
-        if base and reason is None:
+        if reason is not None:
+            self.missing["Speed of the base model's answers"] = f"not measured: {reason}"
+        elif base:
             chosen = {each.question_id for each in whole}
             own = [each for each in base if each.question_id in chosen and each.token_ids]
-            replays[BASE_ANSWERS] = [_replayed(each, end_id, forked=False) for each in own]
-        elif reason is not None:
-            missing["Speed of the base model's answers"] = f"not measured: {reason}"
-        keys = _run_keys(settings, list(replays))
+            replays[BASE_ANSWERS] = replayed(own)
+        # In an order in which a slow minute of the machine hits all methods alike.
+        keys = [
+            RunKey(requests=requests, method=method, round=number)
+            for number in range(settings.repeats)
+            for requests in settings.requests
+            for method in (replays if number % 2 == 0 else reversed(replays))
+        ]
         wanted = [key for key in keys if key not in self.runs.lines]
         if wanted:
             done = self._progress.start("speed runs", len(wanted))
@@ -485,97 +483,54 @@ class _Evaluation:
                 done()
         return [self.runs.lines[key] for key in keys]
 
-    def force(self, missing: dict[str, str]) -> list[ForcedCounts]:
+    def force(self) -> list[ForcedCounts]:
         """Read the recorded answers of the prompts, and count the model's first choices."""
         settings = self._settings
         examples = recorded_examples(settings)
         part = "Recorded answers"
         if not examples:
-            missing[part] = f"{settings.prompts} has none: no forks were compared with them"
+            reason = f"{settings.prompts} has none: no forks were compared with them"
+            self.missing[part] = reason
             return []
-        device = choose_device("auto")
         config = AutoConfig.from_pretrained(settings.model)
         positions = getattr(config.get_text_config(), "max_position_embeddings", _LONGEST_FORCED)
         longest = min(positions, _LONGEST_FORCED)
         if (limit := limited_attention(config, longest)) is not None:
-            missing[part] = f"not read: {settings.model_name} has {limit}"
+            self.missing[part] = f"not read: {settings.model_name} has {limit}"
             return []
-        names = [f"{number}" for number in range(len(examples))]
-        if any(name not in self.forced.lines for name in names):
+        lines = self.forced.lines
+        by_name = {f"{number}": example for number, example in enumerate(examples)}
+        if not by_name.keys() <= lines.keys():
             done = self._progress.start("recorded answers", len(examples))
-            model = load_model(
-                settings.model, choose_dtype("auto", device), torch.device(device)
-            ).eval()
+            device = choose_device("auto")
+            dtype = choose_dtype("auto", device)
+            model = load_model(settings.model, dtype, torch.device(device)).eval()
             # FlexAttention is for training.
             model.set_attn_implementation(SDPA)
             tokenizer = load_tokenizer(settings.model)
-            forcing = ForkForcing(
-                model,
-                ExampleEncoder(tokenizer, longest),
-                tree_tokens(tokenizer),
-                pad_token_id(tokenizer),
-            )
-            for name, example in zip(names, examples, strict=True):
-                if name not in self.forced.lines:
-                    counts = forcing.counts(name, example)
-                    self.forced.add(
-                        counts or ForcedCounts(example=name, kind=example.kind, answers=0)
-                    )
+            encoder = ExampleEncoder(tokenizer, longest)
+            forcing = ForkForcing(model, encoder, tree_tokens(tokenizer), pad_token_id(tokenizer))
+            for name, example in by_name.items():
+                if name not in lines:
+                    none = ForcedCounts(example=name, kind=example.kind, answers=0)
+                    self.forced.add(forcing.counts(name, example) or none)
                 done()
-        return [self.forced.lines[name] for name in names if self.forced.lines[name].answers]
+        return [lines[name] for name in by_name if lines[name].answers]
 
     def _base_differs(self) -> str | None:
         """Say why answers of the base model cannot be replayed in the model's engine, or None."""
-        settings, base_text = self._settings, self._base_text
-        if settings.base is None or base_text is None:
+        if BASE not in self._models:
             return None
-        vocabulary = self._text.tokenizer.get_vocab()
-        if not base_text.tokenizer.get_vocab().items() <= vocabulary.items():
+        model, base = self._models[MODEL], self._models[BASE]
+        vocabulary = model.text.tokenizer.get_vocab()
+        if not base.text.tokenizer.get_vocab().items() <= vocabulary.items():
             return "its tokens are not those of the model"
-        shapes = [
-            [getattr(config, name, None) for name in _SHAPE]
-            for config in (
-                AutoConfig.from_pretrained(each).get_text_config()
-                for each in (settings.model, settings.base)
-            )
+        configs = [
+            AutoConfig.from_pretrained(each.path).get_text_config() for each in (model, base)
         ]
-        return None if shapes[0] == shapes[1] else "the two models differ in size"
+        same = all(len({getattr(each, n, None) for each in configs}) == 1 for n in _SHAPE)
+        return None if same else "the two models differ in size"
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _model_of(settings: ForkEvaluationSettings, source: Source) -> tuple[str, str]:
-    """Return the checkpoint and the name of a source of answers."""
-    if source == MODEL:
-        return settings.model, settings.model_name
-    assert settings.base is not None
-    return settings.base, settings.base_name or settings.base
-
-
-def _prompt_ids(text: ModelText, question: Question) -> list[int]:
-    if question.raw_prompt:
-        return text.encode_prompt(question.turns[0])
-    return text.encode_chat(question.messages(0, ()))
-
-
-def _replayed(answer: ForkAnswer, end_id: int, *, forked: bool) -> ReplayedAnswer:
-    return ReplayedAnswer(
-        answer.question_id,
-        answer.category,
-        answer.prompt_ids,
-        answer.threads,
-        [*answer.token_ids, end_id],
-        forked,
-    )
-
-
-def _run_keys(settings: ForkEvaluationSettings, methods: Sequence[Method]) -> list[RunKey]:
-    """Return the runs in an order in which a slow minute of the machine hits all methods alike."""
-    return [
-        RunKey(requests=requests, method=method, round=number)
-        for number in range(settings.repeats)
-        for requests in settings.requests
-        for method in (methods if number % 2 == 0 else reversed(methods))
-    ]

@@ -7,16 +7,13 @@ continuation is a new request whose prompt is its whole context.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -30,10 +27,15 @@ from apar_core.offline.data.joined import (
     outline_numbers,
     thread_header,
 )
-from apar_core.offline.data.tiny_corpus.combinations import KINDS
-from apar_core.offline.data.tiny_corpus.generator import Corpus
+from apar_core.offline.evaluation.fork_check import (
+    HeldOutSettings,
+    greedy_texts,
+    parse_options,
+    sums_by_kind,
+)
+from apar_core.offline.evaluation.layout import columns
 from apar_core.offline.training.example_encoder import prompt_token_ids
-from apar_core.reporting import Column, ReportTable
+from apar_core.reporting import ReportTable
 
 # A block as ThreadWeaver's own check wants it, with the line breaks of its data.
 _BLOCK = re.compile(
@@ -44,20 +46,9 @@ _BLOCK = re.compile(
 _NUMBER = re.compile(r"(?:<Outline>|<Thread>\n)(\d+):")
 
 
-class JoinCheckSettings(BaseModel):
-    """Size and bounds of the check."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_prompts: PositiveInt = 400
-    seed: NonNegativeInt = Field(0, description="Training seed, which determines the split.")
-    stream: str = Field("", description="Name of the sample of held-out prompts.")
-    min_well_formed_share: float = Field(
-        0.95, description="Minimum share of well-formed answers, of all answers."
-    )
-    min_same_threads_share: float = Field(
-        0.9, description="Minimum share of answers with the corpus's blocks and threads."
-    )
+# Bounds: well-formed answers, and those with the corpus's blocks and threads, of all answers.
+_MIN_WELL_FORMED_SHARE = 0.95
+_MIN_SAME_THREADS_SHARE = 0.9
 
 
 @dataclass
@@ -139,42 +130,16 @@ class ResubmittingClient:
         self, owners: Sequence[ClientAnswer], contexts: Sequence[list[int]], stop: str
     ) -> list[list[int]]:
         """Return what follows each context, up to and with the stop or the end token."""
-        texts: list[list[int]] = [[] for _ in contexts]
-        # Rows of similar length need little padding.
-        order = sorted(range(len(contexts)), key=lambda index: len(contexts[index]))
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            rows = self._generate_batch([contexts[index] for index in batch], stop)
-            for index, row in zip(batch, rows, strict=True):
-                texts[index] = row
         for owner, context in zip(owners, contexts, strict=True):
             owner.prompts.append(context)
-        return texts
-
-    def _generate_batch(self, contexts: Sequence[list[int]], stop: str) -> list[list[int]]:
-        width = max(map(len, contexts))
-        pad_id, ends = self.tokenizer.pad_token_id, {self.tokenizer.eos_token_id, self._id(stop)}
-        padding = [[pad_id] * (width - len(context)) for context in contexts]
-        token_ids = [before + context for before, context in zip(padding, contexts, strict=True)]
-        with torch.inference_mode():
-            rows = self.model.generate(
-                torch.tensor(token_ids),
-                attention_mask=torch.tensor(
-                    [
-                        [0] * len(before) + [1] * len(context)
-                        for before, context in zip(padding, contexts, strict=True)
-                    ]
-                ),
-                max_new_tokens=self.max_tokens,
-                do_sample=False,
-                eos_token_id=sorted(ends),
-                pad_token_id=pad_id,
-            )
-        sampled = rows[:, width:].tolist()
-        lengths = [
-            next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in sampled
-        ]
-        return [row[:length] for row, length in zip(sampled, lengths, strict=True)]
+        return greedy_texts(
+            self.model,
+            contexts,
+            ends=[self.tokenizer.eos_token_id, self._id(stop)],
+            pad_id=self.tokenizer.pad_token_id,
+            max_tokens=self.max_tokens,
+            batch_size=self.batch_size,
+        )
 
     def _id(self, marker: str) -> int:
         return int(self.tokenizer.get_vocab()[marker])
@@ -217,11 +182,10 @@ class JoinVerdict:
 
 
 def check_joins(
-    settings: JoinCheckSettings, client: ResubmittingClient
+    settings: HeldOutSettings, client: ResubmittingClient
 ) -> tuple[list[JoinVerdict], list[ClientAnswer]]:
     """Answer held-out prompts and judge every answer."""
-    corpus = Corpus(settings.seed, held_out=True, stream=settings.stream)
-    examples = list(corpus.examples(settings.num_prompts))
+    examples = settings.examples()
     tokenizer = client.tokenizer
     answers = client([prompt_token_ids(example, tokenizer) for example in examples])
     verdicts = []
@@ -243,45 +207,26 @@ def check_joins(
 
 def report_table(verdicts: Sequence[JoinVerdict]) -> ReportTable:
     """Return the counts of each kind of prompt."""
-    columns = ("asked", "with blocks", "well-formed", "same threads", "same text", "threads")
-    rows = []
-    for kind in KINDS:
-        of_kind = [verdict for verdict in verdicts if verdict.kind == kind]
-        if of_kind:
-            rows.append(
-                (
-                    kind,
-                    len(of_kind),
-                    sum(bool(verdict.found) for verdict in of_kind),
-                    sum(verdict.well_formed for verdict in of_kind),
-                    sum(verdict.found == verdict.expected for verdict in of_kind),
-                    sum(verdict.same_text for verdict in of_kind),
-                    sum(sum(verdict.found or ()) for verdict in of_kind),
-                )
-            )
+    counts = (
+        (each.kind, (bool(each.found), each.well_formed, each.found == each.expected,
+                     each.same_text, sum(each.found or ())))
+        for each in verdicts
+    )  # fmt: skip
     return ReportTable(
         "joins",
         "Joins on held-out prompts (greedy)",
-        (Column("kind"), *(Column(title, "d") for title in columns)),
-        tuple(rows),
+        columns(
+            "kind | asked :d | with blocks :d | well-formed :d | same threads :d | same text :d | "
+            "threads :d"
+        ),
+        tuple((kind, number, *sums) for kind, number, sums in sums_by_kind(counts)),
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check from the command line and return the exit code."""
-    defaults = JoinCheckSettings()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=checkpoint_path(), help="checkpoint folder")
-    parser.add_argument("--prompts", type=int, default=defaults.num_prompts, help="sample size")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="training seed")
-    parser.add_argument(
-        "--stream", default="", help="name of the sample; each name gives a different one"
-    )
-    parser.add_argument("--show", type=int, default=0, help="number of answers to print")
-    options = parser.parse_args(arguments)
-    settings = JoinCheckSettings(
-        num_prompts=options.prompts, seed=options.seed, stream=options.stream
-    )
+    shown = "number of answers to print"
+    options, settings = parse_options(__doc__, checkpoint_path(), arguments, show=shown)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     verdicts, answers = check_joins(settings, ResubmittingClient(model, tokenizer))
@@ -294,10 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     same_threads = sum(verdict.found == verdict.expected for verdict in verdicts) / number
     console.print(f"well-formed and ended: {well_formed:.1%}")
     console.print(f"the corpus's blocks and threads: {same_threads:.1%}")
-    failed = (
-        well_formed < settings.min_well_formed_share
-        or same_threads < settings.min_same_threads_share
-    )
+    failed = well_formed < _MIN_WELL_FORMED_SHARE or same_threads < _MIN_SAME_THREADS_SHARE
     if failed:
         console.print("[bold red]failed[/bold red]")
     return int(failed)

@@ -1,14 +1,12 @@
-"""Measurements of answers: counted or timed, averaged by category, and stored."""
+"""Measurements of answers: counted or timed, and averaged by category."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from apar_core.json_lines import append_line, read_finished_lines
 from apar_core.offline.decoders.interface import DecodedAnswer
 from apar_core.tree.paragraph import ParagraphTree
 from apar_core.tree.statistics import tree_statistics
@@ -74,26 +72,17 @@ def counted(
     key: AnswerKey, tree: ParagraphTree[int], num_prompt_tokens: int, text: str = ""
 ) -> AnswerMeasurement:
     """Measure an answer by the paper's schedule, without a model."""
-    statistics = tree_statistics(tree, num_prompt_tokens)
+    counts = tree_statistics(tree, num_prompt_tokens).to_plain()
     return AnswerMeasurement(
         question_id=key.question_id,
         turn=key.turn,
         category=key.category,
         decoder=COUNT,
         num_prompt_tokens=num_prompt_tokens,
-        threads=statistics.threads,
-        forks=statistics.forks,
-        max_depth=statistics.max_depth,
-        text_tokens=statistics.text_tokens,
-        control_tokens=statistics.control_tokens,
-        steps=statistics.decode_steps,
-        sequential_steps=statistics.sequential_steps,
-        max_cached_tokens=statistics.max_cached_tokens,
-        sequential_max_cached_tokens=statistics.sequential_max_cached_tokens,
-        attended_tokens=statistics.attended_tokens,
-        sequential_attended_tokens=statistics.sequential_attended_tokens,
+        steps=counts.pop("decode_steps"),
         ended=all(thread.ended for thread in tree.threads.values()),
         text=text,
+        **counts,
     )
 
 
@@ -149,60 +138,34 @@ class CategoryAverages(BaseModel):
 def averages(answers: Sequence[AnswerMeasurement]) -> CategoryAverages:
     """Return the averages of one or more answers."""
 
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(answers)
+    def total(name: str) -> float:
+        return sum(getattr(answer, name) or 0 for answer in answers)
 
-    predicted = sum(answer.predicted_tokens for answer in answers)
-    sequentially_predicted = sum(answer.sequential_steps for answer in answers)
-    decode_s = sum(answer.decode_s or 0.0 for answer in answers)
+    def mean(name: str) -> float:
+        return total(name) / len(answers)
+
+    decode_s = total("decode_s")
     return CategoryAverages(
         num_answers=len(answers),
-        threads=mean(answer.threads for answer in answers),
-        forking_share=mean(answer.threads > 1 for answer in answers),
-        text_tokens=mean(answer.text_tokens for answer in answers),
-        steps=mean(answer.steps for answer in answers),
-        sequential_steps=mean(answer.sequential_steps for answer in answers),
-        max_cached_tokens=mean(answer.max_cached_tokens for answer in answers),
-        sequential_max_cached_tokens=mean(
-            answer.sequential_max_cached_tokens for answer in answers
+        threads=mean("threads"),
+        forking_share=sum(answer.threads > 1 for answer in answers) / len(answers),
+        text_tokens=mean("text_tokens"),
+        steps=mean("steps"),
+        sequential_steps=mean("sequential_steps"),
+        max_cached_tokens=mean("max_cached_tokens"),
+        sequential_max_cached_tokens=mean("sequential_max_cached_tokens"),
+        attended_tokens=total("attended_tokens") / max(total("predicted_tokens"), 1),
+        sequential_attended_tokens=(
+            total("sequential_attended_tokens") / max(total("sequential_steps"), 1)
         ),
-        attended_tokens=sum(answer.attended_tokens for answer in answers) / max(predicted, 1),
-        sequential_attended_tokens=sum(answer.sequential_attended_tokens for answer in answers)
-        / max(sequentially_predicted, 1),
-        tokens_per_s=(
-            sum(answer.timed_tokens or 0 for answer in answers) / decode_s if decode_s else None
-        ),
+        tokens_per_s=total("timed_tokens") / decode_s if decode_s else None,
     )
 
 
-def by_category(
-    answers: Sequence[AnswerMeasurement],
-) -> dict[str, list[AnswerMeasurement]]:
+def by_category(answers: Sequence[AnswerMeasurement]) -> dict[str, list[AnswerMeasurement]]:
     """Group answers by category, sorted by name with "other" last, as in the paper."""
-    groups: dict[str, list[AnswerMeasurement]] = {}
-    for category in sorted(
-        {answer.category for answer in answers}, key=lambda name: (name == "other", name)
-    ):
-        groups[category] = [answer for answer in answers if answer.category == category]
-    return groups
-
-
-class AnswerStore:
-    """Measured answers of a run, in memory and in a JSON lines file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._answers = {line.key: line for line in read_finished_lines(path, AnswerMeasurement)}
-
-    def find(self, question_id: str, turn: int, decoder: str) -> AnswerMeasurement | None:
-        """Return a measured answer, or None if it is not stored yet."""
-        return self._answers.get((question_id, turn, decoder))
-
-    def add(self, answer: AnswerMeasurement) -> None:
-        """Store an answer."""
-        append_line(self._path, answer)
-        self._answers[answer.key] = answer
-
-    def of_decoder(self, decoder: str, keys: Sequence[AnswerKey]) -> tuple[AnswerMeasurement, ...]:
-        """Return a decoder's answers in the order of the keys; all must be stored."""
-        return tuple(self._answers[(key.question_id, key.turn, decoder)] for key in keys)
+    names = {answer.category for answer in answers}
+    return {
+        category: [answer for answer in answers if answer.category == category]
+        for category in sorted(names, key=lambda name: (name == "other", name))
+    }

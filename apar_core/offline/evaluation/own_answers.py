@@ -55,47 +55,6 @@ def thread_rows(
     return rows
 
 
-def own_answers(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-) -> list[PackedTree]:
-    """Return the threads of the model's greedy answers, which fork if it has control tokens.
-
-    Each answer has at most `max_tokens` text tokens.
-    """
-    # FlexAttention is for training; the decoders' masks are tensors.
-    model.set_attn_implementation(SDPA)
-    control = find_control_tokens(tokenizer.get_vocab())
-    name, child_id = ("plain", None) if control is None else ("vanilla_apar", control.child_id)
-    decoder = load_decoder(name, model, tokenizer, device=str(model.device))
-    limits, end_id = DecodeLimits(max_tokens=max_tokens), turn_end_id(tokenizer)
-    return [
-        row
-        for prompt in prompts
-        for row in thread_rows(
-            prompt, decode_answer(decoder, prompt, limits=limits), end_id, child_id
-        )
-    ]
-
-
-def measured_table(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    proposer: Proposer,
-    rows: Sequence[PackedTree],
-    num_prompts: int,
-) -> AcceptanceTable:
-    """Return the acceptance table of guesses for the threads of `num_prompts` answers."""
-    control = find_control_tokens(tokenizer.get_vocab())
-    banned = () if control is None else (control.child_id,)
-    ranks = measure_ranks(model, proposer, rows, banned=banned, pad_id=pad_token_id(tokenizer))
-    num_places = sum(len(each) for each in ranks)
-    source = f"{num_prompts} held-out prompts, {len(rows)} threads, {num_places} places, greedy"
-    return acceptance_table(ranks, NUM_RANKS, source)
-
-
 def measure_and_write(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -103,12 +62,30 @@ def measure_and_write(
     prompts: Sequence[Sequence[int]],
     folder: Path,
     max_tokens: int,
+    known: dict[str, list[PackedTree]] | None = None,
 ) -> AcceptanceTable:
     """Measure on the model's greedy answers to prompts; write the table to `folder`.
 
-    Each answer has at most `max_tokens` text tokens.
+    Answers fork if the model has control tokens, and have at most `max_tokens` text tokens. Calls
+    that share `known` decode the same prompts once.
     """
-    rows = own_answers(model, tokenizer, prompts, max_tokens)
-    table = measured_table(model, tokenizer, proposer, rows, len(prompts))
+    # FlexAttention is for training; the decoders' masks are tensors.
+    model.set_attn_implementation(SDPA)
+    control = find_control_tokens(tokenizer.get_vocab())
+    child_id = None if control is None else control.child_id
+    known = {} if known is None else known
+    rows = known.get(repr(prompts))
+    if rows is None:
+        name = "plain" if control is None else "vanilla_apar"
+        decoder = load_decoder(name, model, tokenizer, device=str(model.device))
+        limits, end_id = DecodeLimits(max_tokens=max_tokens), turn_end_id(tokenizer)
+        answers = [(each, decode_answer(decoder, each, limits=limits)) for each in prompts]
+        rows = [row for each in answers for row in thread_rows(*each, end_id, child_id)]
+        known[repr(prompts)] = rows
+    banned = () if child_id is None else (child_id,)
+    ranks = measure_ranks(model, proposer, rows, banned=banned, pad_id=pad_token_id(tokenizer))
+    num_places = sum(len(each) for each in ranks)
+    source = f"{len(prompts)} held-out prompts, {len(rows)} threads, {num_places} places, greedy"
+    table = acceptance_table(ranks, NUM_RANKS, source)
     table.write(folder)
     return table

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -21,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from apar_core.errors import EvaluationError
 from apar_core.formats.control_tokens import find_control_tokens
-from apar_core.json_lines import append_line, read_finished_lines
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import (
@@ -35,25 +35,24 @@ from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
 from apar_core.offline.decoders.pass_times import PassTimes, ProposerName
 from apar_core.offline.decoders.token_chooser import EXACT
 from apar_core.offline.decoders.weightless import LOOKUP_TABLE, RECYCLING_TABLE
-from apar_core.offline.evaluation.own_answers import measured_table, own_answers
+from apar_core.offline.evaluation.acceptance_report import Guesses, read_guesses
+from apar_core.offline.evaluation.own_answers import measure_and_write
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.replay_text import ModelText
 from apar_core.offline.speculation.acceptance import ACCEPTANCE_FILE, AcceptanceTable, read_table
 from apar_core.offline.speculation.frozen_training import train_beside, train_tiny_beside
-from apar_core.offline.speculation.prompt_tokens import load_prompt_tokens
 from apar_core.offline.speculation.sparse_tree import (
     DynamicTree,
     TreeFamily,
     dynamic_tree_of_size,
+    optimal_tree,
     random_tree,
-    size_curve,
     static_tree,
 )
 from apar_core.offline.speculation.train_prompts import PROMPT_TOKENS
-from apar_core.offline.training.packing import PackedTree
 from apar_core.offline.training.recipe import PromptRecipe, load_recipe
-from apar_core.offline.training.tree_forward import SDPA
 from apar_core.offline.training.tree_trainer import OnStep
+from apar_core.reporting import LineStore
 from apar_core.whole_files import replace_file
 
 PLAIN, PPD, MEDUSA = "plain", "ppd", "medusa"
@@ -102,6 +101,11 @@ class PpdSettings(BaseModel):
     seeds: PositiveInt = 1
     seed: NonNegativeInt = 0
 
+    @property
+    def middle_size(self) -> int:
+        """The middle one of the compared tree sizes."""
+        return sorted(self.tree_sizes)[len(self.tree_sizes) // 2]
+
 
 # ---- answers -----------------------------------------------------------------------------------
 
@@ -138,6 +142,11 @@ class MethodAnswer(BaseModel):
     live: dict[int, LivePasses]
     draft_passes: int = 0
     repeat: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Unique key within a run."""
+        return self.question_id, self.method, self.repeat
 
     @property
     def total(self) -> LivePasses:
@@ -191,11 +200,6 @@ class Method:
         return 1.0 if self.tree is None else self.tree.expected_length()
 
 
-def sized_tree(table: AcceptanceTable, inputs: int, ensemble: int) -> DynamicTree:
-    """Return the tree with the most tokens per step among all of a size."""
-    return size_curve(table, lambda _tokens: 1.0, ensemble=ensemble, max_inputs=inputs)[-1].tree
-
-
 def compared_trees(
     table: AcceptanceTable, inputs: int, ensemble: int, seed: int
 ) -> dict[str, DynamicTree]:
@@ -208,7 +212,7 @@ def compared_trees(
     # Every node of a static tree has M prompt tokens.
     num_nodes = max(inputs // (1 + ensemble * table.num_distances), 1)
     return {
-        "optimal": sized_tree(table, inputs, ensemble),
+        "optimal": optimal_tree(table, inputs, ensemble),
         "dynamic": dynamic,
         "static": static_tree(table, num_nodes - 1),
         "random": random_tree(table, *dynamic.division, seed),
@@ -219,17 +223,14 @@ def build_methods(
     settings: PpdSettings,
     model: Any,
     text: ModelText,
-    prompts: AcceptanceTable,
-    medusa: AcceptanceTable | None,
+    prompts: Guesses,
+    medusa: Guesses | None,
     times: Mapping[ProposerName, PassTimes],
-    ensemble: int,
 ) -> list[Method]:
     """Return the decoders: without speculation, with trees by hardware, and of fixed sizes.
 
-    Prompt lookup and Token Recycling have trees for an assumed acceptance.
-
-    Decoders with forks are left out for a model without control tokens, those with Medusa heads if
-    there is no table of `medusa`.
+    Prompt lookup and Token Recycling have trees for an assumed acceptance. Decoders with forks are
+    left out for a model without control tokens.
     """
 
     def load(name: str, tree: TreeFamily | None = None) -> ThreadDecoder:
@@ -246,39 +247,38 @@ def build_methods(
         )
 
     forks = find_control_tokens(text.tokenizer.get_vocab()) is not None
-    family = times["prompt_tokens"].family(prompts, ensemble=ensemble)
-    first, plain = family.for_rows(1), load(PLAIN)
-    methods = [Method(PLAIN, plain), Method(PPD, load(PPD, family), first, ensemble, "hardware")]
+    plain = load(PLAIN)
+    methods = [Method(PLAIN, plain)]
+
+    def add(name: str, guesses: Guesses) -> None:
+        """Add a decoder whose trees are sized by hardware."""
+        family = times[guesses.proposer].family(guesses.table, ensemble=guesses.ensemble)
+        tree = family.for_rows(1)
+        methods.append(Method(name, load(name, family), tree, guesses.ensemble, "hardware"))
+
+    add(PPD, prompts)
     if forks:
-        methods += [
-            Method(VANILLA, load(VANILLA)),
-            Method(PPD_APAR, load(PPD_APAR, family), first, ensemble, "hardware"),
-        ]
+        methods.append(Method(VANILLA, load(VANILLA)))
+        add(PPD_APAR, prompts)
+    others = {kind: Guesses("prompt_tokens", table, 0) for kind, table in WEIGHTLESS.items()}
     if medusa is not None:
-        heads_family = times["medusa_heads"].family(medusa, ensemble=0)
-        methods += [
-            Method(name, load(name, heads_family), heads_family.for_rows(1), 0, "hardware")
-            for name in (MEDUSA, MEDUSA_APAR)
-            if forks or name == MEDUSA
-        ]
-    for kind, table in WEIGHTLESS.items():
-        guesses = times["prompt_tokens"].family(table, ensemble=0)
-        methods += [
-            Method(name, load(name, guesses), guesses.for_rows(1), 0, "hardware")
-            for name in (kind, f"{kind}_apar")
-            if forks or name == kind
-        ]
+        others = {MEDUSA: medusa, **others}
+    for kind, guesses in others.items():
+        add(kind, guesses)
+        if forks:
+            add(f"{kind}_apar", guesses)
     for size in settings.tree_sizes:
-        trees = compared_trees(prompts, size, ensemble, settings.seed)
+        trees = compared_trees(prompts.table, size, prompts.ensemble, settings.seed)
         for kind, tree in trees.items():
-            name = f"{PPD}, {kind}, {size}"
-            methods.append(Method(name, load(PPD, TreeFamily.of(tree)), tree, ensemble, kind))
+            decoder = load(PPD, TreeFamily.of(tree))
+            methods.append(Method(f"{PPD}, {kind}, {size}", decoder, tree, prompts.ensemble, kind))
         if forks:
             best = trees["optimal"]
             decoder = load(PPD_APAR, TreeFamily.of(best))
-            methods.append(Method(f"{PPD_APAR}, {size}", decoder, best, ensemble, "optimal"))
+            name = f"{PPD_APAR}, {size}"
+            methods.append(Method(name, decoder, best, prompts.ensemble, "optimal"))
         if medusa is not None:
-            heads = sized_tree(medusa, size, 0)
+            heads = optimal_tree(medusa.table, size, 0)
             name = MEDUSA_APAR if forks else MEDUSA
             decoder = load(name, TreeFamily.of(heads))
             methods.append(Method(f"{name}, {size}", decoder, heads, 0, "optimal"))
@@ -288,84 +288,51 @@ def build_methods(
 def draft_methods(settings: PpdSettings, target: ThreadDecoder, text: ModelText) -> list[Method]:
     """Return the target with guesses of the draft model, without and with its prompt tokens.
 
-
     The draft's prompt tokens have the tree of the middle one of the compared sizes: a pass of a
     small model takes little longer with more inputs.
     """
-    if settings.draft_model is None:
+    checkpoint = settings.draft_model
+    if checkpoint is None:
         return []
     model = target.decoding.model
-    methods = []
-    for name, prompts in ((PLAIN, None), (PPD, settings.draft_prompts)):
-        if name == PPD and prompts is None:
-            continue
-        trees = None
-        if prompts is not None:
-            ensemble = load_prompt_tokens(prompts).settings.ensemble
-            size = sorted(settings.tree_sizes)[len(settings.tree_sizes) // 2]
-            trees = TreeFamily.of(sized_tree(read_table(prompts), size, ensemble))
+
+    def guided(name: str, **guesses: Any) -> Method:
         draft = load_decoder(
             name,
-            settings.draft_model,
+            checkpoint,
             text.tokenizer,
-            prompt_tokens=prompts,
-            trees=trees,
             device=str(model.device),
             dtype=model.dtype,
+            **guesses,
         )
-        methods.append(Method(f"{DRAFT}, {name}", DraftDecoder(target, draft)))
+        return Method(f"{DRAFT}, {name}", DraftDecoder(target, draft))
+
+    methods = [guided(PLAIN)]
+    if settings.draft_prompts is not None:
+        (prompts,) = read_guesses(settings.draft_prompts, None)
+        tree = optimal_tree(prompts.table, settings.middle_size, prompts.ensemble)
+        trees = TreeFamily.of(tree)
+        methods.append(guided(PPD, prompt_tokens=settings.draft_prompts, trees=trees))
     return methods
 
 
-class MethodStore:
-    """Measured answers of all methods, in memory and in a JSON lines file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._answers = {
-            (line.question_id, line.method, line.repeat): line
-            for line in read_finished_lines(path, MethodAnswer)
-        }
-
-    def has(self, question_id: str, method: str, repeat: int) -> bool:
-        """Return whether the answer is stored."""
-        return (question_id, method, repeat) in self._answers
-
-    def add(self, answer: MethodAnswer) -> None:
-        """Store an answer."""
-        append_line(self._path, answer)
-        self._answers[answer.question_id, answer.method, answer.repeat] = answer
-
-    def of_method(self, method: str) -> list[MethodAnswer]:
-        """Return a method's answers, of all repeats."""
-        return [answer for (_, name, _), answer in self._answers.items() if name == method]
-
-
 def measure_methods(
+    settings: PpdSettings,
     methods: Sequence[Method],
     questions: Sequence[Question],
     text: ModelText,
-    limits: DecodeLimits,
-    store: MethodStore,
+    store: LineStore[tuple[str, str, int], MethodAnswer],
     show: Callable[[], None],
-    repeats: int = 1,
-    choice: TokenChoice | None = None,
 ) -> None:
-    """Let all methods answer the first turn of each question, in turn, and all of it again.
-
-    `choice` is greedy by default.
-    """
+    """Let all methods answer the first turn of each question, in turn, and all of it again."""
+    limits = DecodeLimits(max_tokens=settings.max_tokens)
+    choice = TokenChoice.sampled(settings.temperature, seed=settings.seed)
     warmed, last_repeat = False, -1
-    asked = [(repeat, question) for repeat in range(repeats) for question in questions]
+    asked = [(repeat, question) for repeat in range(settings.repeats) for question in questions]
     for number, (repeat, question) in enumerate(asked):
-        if question.raw_prompt:
-            prompt_ids = text.encode_prompt(question.turns[0])
-        else:
-            prompt_ids = text.encode_chat(question.messages(0, ()))
+        prompt_ids, name = text.encode_question(question), question.question_id
         in_turn = methods if number % 2 == 0 else methods[::-1]
-        wanted = [
-            each for each in in_turn if not store.has(question.question_id, each.name, repeat)
-        ]
+        wanted = [each for each in in_turn if (name, each.name, repeat) not in store.lines]
         if wanted and not warmed:
             for each in methods:
                 decode_answer(each.decoder, prompt_ids, limits=DecodeLimits(max_tokens=8))
@@ -379,9 +346,7 @@ def measure_methods(
         for each in wanted:
             before = _draft_passes(each.decoder)
             answer = decode_answer(each.decoder, prompt_ids, choice, limits)
-            measured = method_answer(
-                question.question_id, each.name, answer, text.decode(answer.text_ids)
-            )
+            measured = method_answer(name, each.name, answer, text.decode(answer.text_ids))
             num_draft = _draft_passes(each.decoder) - before
             store.add(measured.model_copy(update={"draft_passes": num_draft, "repeat": repeat}))
         show()
@@ -536,24 +501,8 @@ def train_variants(
     Models other than apar-tiny train on `settings.data`. Each table and its losses are stored
     beside the weights, and a stored variant is not trained again. `show` is called after each.
     """
-    rows_of: dict[str, list[PackedTree]] = {}
-
-    def measure(
-        model: Any,
-        tokenizer: Any,
-        prompts: Any,
-        chosen: Sequence[Sequence[int]],
-        out: Path,
-        max_tokens: int,
-    ) -> AcceptanceTable:
-        # Variants with the same seed are measured on the same answers.
-        rows = rows_of.get(repr(chosen))
-        if rows is None:
-            rows = rows_of[repr(chosen)] = own_answers(model, tokenizer, chosen, max_tokens)
-        model.set_attn_implementation(SDPA)
-        table = measured_table(model, tokenizer, prompts, rows, len(chosen))
-        table.write(out)
-        return table
+    # Variants with the same seed are measured on the same answers.
+    measure = partial(measure_and_write, known={})
 
     def train(recipe: PromptRecipe, out: Path, on_step: OnStep) -> None:
         if settings.data is not None:

@@ -126,40 +126,32 @@ def _download(
     """Download a file from the first base URL that has it."""
     for base_url in base_urls:
         url = f"{base_url}/{file.path}"
-        content = _get(client, url, file, show)
-        if content is None:
-            continue
+        content = bytearray()
+        try:
+            with client.stream("GET", url) as response:
+                if response.status_code == httpx.codes.NOT_FOUND:
+                    continue
+                response.raise_for_status()
+                for part in response.iter_bytes():
+                    content.extend(part)
+                    show(file, len(part))
+        except httpx.HTTPStatusError as error:
+            raise EvaluationError(f"{url}: HTTP {error.response.status_code}") from error
+        except httpx.HTTPError as error:
+            raise EvaluationError(
+                f"{url} cannot be reached ({type(error).__name__}: {error}); without a network, "
+                "give a folder with the files: --benchmark-files FOLDER"
+            ) from error
         if _sha256(content) != file.sha256:
             raise EvaluationError(
                 f"{url}: {len(content)} bytes with SHA-256 {_sha256(content)[:12]}..., expected "
                 f"{file.num_bytes} bytes with {file.sha256[:12]}..."
             )
-        return content
+        return bytes(content)
     raise EvaluationError(f"HTTP 404 from all of {', '.join(base_urls)} for {file.path}")
 
 
-def _get(client: httpx.Client, url: str, file: BenchmarkFile, show: ShowBytes) -> bytes | None:
-    """Return the content at a URL, or None for HTTP 404."""
-    content = bytearray()
-    try:
-        with client.stream("GET", url) as response:
-            if response.status_code == httpx.codes.NOT_FOUND:
-                return None
-            response.raise_for_status()
-            for part in response.iter_bytes():
-                content.extend(part)
-                show(file, len(part))
-    except httpx.HTTPStatusError as error:
-        raise EvaluationError(f"{url}: HTTP {error.response.status_code}") from error
-    except httpx.HTTPError as error:
-        raise EvaluationError(
-            f"{url} cannot be reached ({type(error).__name__}: {error}); without a network, give "
-            "a folder with the files: --benchmark-files FOLDER"
-        ) from error
-    return bytes(content)
-
-
-def _sha256(content: bytes) -> str:
+def _sha256(content: bytes | bytearray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
@@ -248,13 +240,15 @@ class QuestionLine(BaseModel):
         )
 
 
-class _ReferenceChoice(BaseModel):
+class Choice(BaseModel):
+    """Answers of a FastChat file to all turns of a question."""
+
     turns: list[str]
 
 
 class _ReferenceLine(BaseModel):
     question_id: int
-    choices: list[_ReferenceChoice]
+    choices: list[Choice]
 
 
 def read_question_file(path: Path) -> list[Question]:
@@ -262,18 +256,15 @@ def read_question_file(path: Path) -> list[Question]:
 
     Raises EvaluationError for an invalid line, a duplicate id and an empty file.
     """
-    questions = [
-        line.question(str(number))
-        for number, line in enumerate(read_lines(path, QuestionLine), start=1)
-    ]
-    seen: set[str] = set()
-    for question in questions:
-        if question.question_id in seen:
+    questions: dict[str, Question] = {}
+    for number, line in enumerate(read_lines(path, QuestionLine), start=1):
+        question = line.question(str(number))
+        if question.question_id in questions:
             raise EvaluationError(f"{path}: two questions have the id {question.question_id!r}")
-        seen.add(question.question_id)
+        questions[question.question_id] = question
     if not questions:
         raise EvaluationError(f"{path} has no question")
-    return questions
+    return list(questions.values())
 
 
 def load_benchmark(name: str, folder: Path | None = None) -> list[Question]:

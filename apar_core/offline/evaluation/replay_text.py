@@ -19,6 +19,7 @@ from apar_core.formats.control_tokens import (
     plain_spellings,
 )
 from apar_core.offline.data.records import ChatMessage
+from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.training.chat_format import chat_token_ids
 from apar_core.offline.training.example_encoder import build_piece_encoder
 
@@ -80,6 +81,14 @@ class ModelText:
         if self.tokenizer.chat_template is None:
             return self.encode_prompt(vicuna_prompt(messages))
         return neutralise(chat_token_ids(messages, self.tokenizer), self._spellings)
+
+    def encode_question(
+        self, question: Question, turn: int = 0, answers: Sequence[str] = ()
+    ) -> list[int]:
+        """Return the prompt of a turn (from 0), after the answers to earlier turns."""
+        if question.raw_prompt:
+            return self.encode_prompt(question.turns[turn])
+        return self.encode_chat(question.messages(turn, tuple(answers)))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt without roles."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from apar_core.offline.evaluation.layout import columns
 from apar_core.offline.evaluation.measurement import (
     AnswerMeasurement,
     CategoryAverages,
@@ -46,13 +48,9 @@ _GROUP_WIDTH = 0.8
 _MAX_AXIS_CHARACTERS = 90
 _NUM_LENGTH_BINS = 18
 
-_SAVING_COLUMNS = (
-    Column("APAR"),
-    Column("Flattened"),
-    Column("Saved", ".1%"),
-    Column("Paper APAR"),
-    Column("Paper flattened"),
-    Column("Paper saved", ".1%"),
+_SAVING_HEADER = (
+    "APAR :.1f | Flattened :.1f | Saved :.1% | Paper APAR :.1f | Paper flattened :.1f | "
+    "Paper saved :.1%"
 )
 
 
@@ -100,34 +98,26 @@ class SpeedRun:
 
 @dataclass(frozen=True, slots=True)
 class SavingKind:
-    """Quantity that forking saves compared with the flattened answer."""
+    """Quantity that forking saves compared with the flattened answer.
+
+    `name` is that of a field of `CategoryAverages`, and `sequential_...` of its counterpart.
+    """
 
     name: str
     title: str
     paper: PaperTables
-    apar: Callable[[CategoryAverages], float]
-    flattened: Callable[[CategoryAverages], float]
 
-    def saving(self, row: CategoryAverages) -> float:
-        """Return the share saved by forking; 0 if there is nothing to save."""
-        flattened = self.flattened(row)
-        return 1 - self.apar(row) / flattened if flattened else 0.0
+    def cells(self, row: CategoryAverages | None) -> tuple[float, float, float] | tuple[None, ...]:
+        """Return the averages with forks and flattened, and the share saved, 0 of nothing."""
+        if row is None:
+            return None, None, None
+        apar = getattr(row, self.name)
+        flattened = getattr(row, f"sequential_{self.name}")
+        return apar, flattened, 1 - apar / flattened if flattened else 0.0
 
 
-CACHED = SavingKind(
-    "max_cached_tokens",
-    "Max cached tokens",
-    CACHED_TOKENS,
-    lambda row: row.max_cached_tokens,
-    lambda row: row.sequential_max_cached_tokens,
-)
-ATTENDED = SavingKind(
-    "attended_tokens",
-    "Attended tokens",
-    ATTENDED_TOKENS,
-    lambda row: row.attended_tokens,
-    lambda row: row.sequential_attended_tokens,
-)
+CACHED = SavingKind("max_cached_tokens", "Max cached tokens", CACHED_TOKENS)
+ATTENDED = SavingKind("attended_tokens", "Attended tokens", ATTENDED_TOKENS)
 
 
 def category_rows(answers: Sequence[AnswerMeasurement]) -> list[tuple[str, CategoryAverages]]:
@@ -141,12 +131,11 @@ def accelerated_average(
     answers: Sequence[AnswerMeasurement], kind: SavingKind
 ) -> CategoryAverages | None:
     """Return the averages without categories that save at most 1 %: row Mean(>1%)."""
-    kept = [
-        answer
-        for group in by_category(answers).values()
-        if kind.saving(averages(group)) > _MIN_SAVING
-        for answer in group
-    ]
+    kept: list[AnswerMeasurement] = []
+    for group in by_category(answers).values():
+        saved = kind.cells(averages(group))[2]
+        if saved is not None and saved > _MIN_SAVING:
+            kept += group
     return averages(kept) if kept else None
 
 
@@ -154,14 +143,13 @@ def summary_table(runs: Sequence[SpeedRun], kind: SavingKind, number: int) -> Re
     """Return table 1 or 2: Mean(>1%) of each run."""
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
-        row = accelerated_average(run.answers, kind)
-        cells = _saving_cells(kind, row)
+        cells = kind.cells(accelerated_average(run.answers, kind))
         paper = _paper_cells(kind.paper.get(run.paper_key, {}), MEAN_ACCELERATED)
         rows.append((run.benchmark, run.label, *cells, *paper))
     return ReportTable(
         f"table{number}_{kind.name}",
         f"Table {number}: average {kind.title.lower()}",
-        (Column("Benchmark"), Column("Model"), *_SAVING_COLUMNS),
+        columns(f"Benchmark | Model | {_SAVING_HEADER}"),
         tuple(rows),
         "Means over the categories that save more than 1 %. Paper: the model of the same size.",
     )
@@ -175,14 +163,9 @@ def saving_table(run: SpeedRun, kind: SavingKind) -> ReportTable:
     return ReportTable(
         f"{kind.name}_{run.file_key}",
         f"{kind.title}: {run.title}",
-        (Column("Task"), Column("Answers", "d"), *_SAVING_COLUMNS),
+        columns(f"Task | Answers :d | {_SAVING_HEADER}"),
         tuple(
-            (
-                name,
-                row.num_answers if row else None,
-                *_saving_cells(kind, row),
-                *_paper_cells(paper, name),
-            )
+            (name, row.num_answers if row else None, *kind.cells(row), *_paper_cells(paper, name))
             for name, row in named
         ),
     )
@@ -190,16 +173,15 @@ def saving_table(run: SpeedRun, kind: SavingKind) -> ReportTable:
 
 def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
     """Return table 7 or 8: threads and share of forking answers, for one benchmark's runs."""
-    columns = [Column("Task")]
+    titles = [Column("Task")]
     values: dict[str, list[Cell]] = {}
     for number, run in enumerate(runs):
-        columns += [Column(f"{run.label} #T"), Column("%P", ".2f")]
+        titles.append(Column(f"{run.label} #T"))
+        titles += columns("%P :.2f | Paper #T :.1f | Paper %P :.2f")
         paper = THREADS.get(run.paper_key, {})
-        columns += [Column("Paper #T"), Column("Paper %P", ".2f")]
         for name, row in category_rows(run.answers):
             cells = values.setdefault(name, [None] * (4 * number))
-            known = paper.get(name, (None, None))
-            cells += [row.threads, row.forking_share, *known]
+            cells += [row.threads, row.forking_share, *paper.get(name, (None, None))]
         for cells in values.values():
             cells += [None] * (4 * (number + 1) - len(cells))
     # The mean stays last if a later run adds categories.
@@ -207,7 +189,7 @@ def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
     return ReportTable(
         f"threads_{runs[0].prompts}",
         f"Parallel generation: {runs[0].benchmark}",
-        tuple(columns),
+        tuple(titles),
         tuple((name, *cells) for name, cells in ordered),
         "#T: threads per answer. %P: share of answers with at least two.",
     )
@@ -215,50 +197,33 @@ def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
 
 def steps_table(run: SpeedRun) -> ReportTable:
     """Return steps, lengths and speed by category: the numbers of figures 4 and 6."""
-    speeds = (
-        {name: row.tokens_per_s for name, row in category_rows(run.baseline)}
-        if run.baseline
-        else {}
-    )
+    baseline = dict(category_rows(run.baseline)) if run.baseline else {}
+    rows = []
+    for name, row in category_rows(run.answers):
+        slow = baseline[name].tokens_per_s if name in baseline else None
+        speedup = row.tokens_per_s / slow if row.tokens_per_s is not None and slow else None
+        rows.append(
+            (name, row.num_answers, row.text_tokens, row.steps, row.fewer_steps,
+             row.tokens_per_s, slow, speedup)
+        )  # fmt: skip
     return ReportTable(
         f"speed_{run.file_key}",
         f"Generation speed: {run.title}",
-        (
-            Column("Task"),
-            Column("Answers", "d"),
-            Column("Text tokens"),
-            Column("Steps"),
-            Column("Fewer steps", ".2f"),
-            Column("Tokens/s"),
-            Column("Baseline tokens/s"),
-            Column("Speed-up", ".2f"),
+        columns(
+            "Task | Answers :d | Text tokens :.1f | Steps :.1f | Fewer steps :.2f | "
+            "Tokens/s :.1f | Baseline tokens/s :.1f | Speed-up :.2f"
         ),
-        tuple(
-            (
-                name,
-                row.num_answers,
-                row.text_tokens,
-                row.steps,
-                row.fewer_steps,
-                row.tokens_per_s,
-                speeds.get(name),
-                _ratio(row.tokens_per_s, speeds.get(name)),
-            )
-            for name, row in category_rows(run.answers)
-        ),
+        tuple(rows),
         "Fewer steps: steps of a single thread / steps taken. Speeds exclude the prefill.",
     )
 
 
 def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:
     """Return all tables of the report."""
-    benchmarks = {
-        run.prompts: [other for other in runs if other.prompts == run.prompts] for run in runs
-    }
     tables = [
         summary_table(runs, CACHED, 1),
         summary_table(runs, ATTENDED, 2),
-        *(threads_table(group) for group in benchmarks.values()),
+        *(threads_table(group) for group in _by_prompts(runs).values()),
         *(saving_table(run, CACHED) for run in runs),
         *(saving_table(run, ATTENDED) for run in runs),
         *(steps_table(run) for run in runs),
@@ -268,21 +233,11 @@ def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:
     return tables
 
 
-def _saving_cells(kind: SavingKind, row: CategoryAverages | None) -> tuple[Cell, Cell, Cell]:
-    if row is None:
-        return None, None, None
-    return kind.apar(row), kind.flattened(row), kind.saving(row)
-
-
 def _paper_cells(rows: PaperRows, name: str) -> tuple[Cell, Cell, Cell]:
     if name not in rows:
         return None, None, None
     apar, flattened = rows[name]
     return apar, flattened, 1 - apar / flattened
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
 
 
 def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
@@ -291,34 +246,38 @@ def speed_figure(runs: Sequence[SpeedRun]) -> Figure | None:
     None if no run was timed together with a baseline.
     """
     groups: dict[tuple[str, str], list[SpeedRun]] = {}
-    for run in filter(_is_timed, runs):
-        groups.setdefault((run.model, run.prompts), []).append(run)
+    for run in runs:
+        both = (run.answers, run.baseline)
+        if run.baseline and all(answers[0].decode_s is not None for answers in both):
+            groups.setdefault((run.model, run.prompts), []).append(run)
     if not groups:
         return None
-    with mpl.rc_context(PLOT_SETTINGS):
-        width = 8.5 + max(map(len, groups.values()))
-        figure = Figure(figsize=(width, 3.6 * len(groups)), layout="constrained")
-        panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-        for panel, group in zip(panels, groups.values(), strict=True):
-            _draw_speeds(panel, group)
-    return figure
+    width = 8.5 + max(map(len, groups.values()))
+    return _figure(width, 3.6, _draw_speeds, list(groups.values()))
 
 
 def length_figure(runs: Sequence[SpeedRun]) -> Figure:
     """Return figure 6: answer lengths, with a panel for each set of prompts."""
-    prompts = list(dict.fromkeys(run.prompts for run in runs))
+    return _figure(9.5, 3.4, _draw_lengths, list(_by_prompts(runs).values()))
+
+
+def _by_prompts(runs: Sequence[SpeedRun]) -> dict[str, list[SpeedRun]]:
+    return {run.prompts: [each for each in runs if each.prompts == run.prompts] for run in runs}
+
+
+def _figure(
+    width: float,
+    height: float,
+    draw: Callable[[Axes, Sequence[SpeedRun]], None],
+    groups: Sequence[Sequence[SpeedRun]],
+) -> Figure:
+    """Return a panel of the given height for each group of runs, one below the other."""
     with mpl.rc_context(PLOT_SETTINGS):
-        figure = Figure(figsize=(9.5, 3.4 * len(prompts)), layout="constrained")
-        panels = figure.subplots(len(prompts), 1, squeeze=False)[:, 0]
-        for panel, name in zip(panels, prompts, strict=True):
-            _draw_lengths(panel, [run for run in runs if run.prompts == name])
+        figure = Figure(figsize=(width, height * len(groups)), layout="constrained")
+        panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+        for panel, group in zip(panels, groups, strict=True):
+            draw(panel, group)
     return figure
-
-
-def _is_timed(run: SpeedRun) -> bool:
-    return bool(run.baseline) and all(
-        answers[0].decode_s is not None for answers in (run.answers, run.baseline)
-    )
 
 
 def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
@@ -334,6 +293,8 @@ def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
     decoder = runs[0].baseline[0].decoder
     panel.bar(places + first, slow, width, color=_BASELINE_COLOUR, label=decoder)
     fastest = max(slow)
+    # Narrow bars only have room for the number.
+    unit, size = ("x", 9.0) if len(runs) == 1 else ("", 6.5)
     for index, run in enumerate(runs):
         speeds = [_speeds(run.answers).get(name, 0.0) for name in names]
         fastest = max(fastest, *speeds)
@@ -345,60 +306,41 @@ def _draw_speeds(panel: Axes, runs: Sequence[SpeedRun]) -> None:
             label=run.answers[0].decoder,
         )
         ratios = [fast / base if base else 0.0 for fast, base in zip(speeds, slow, strict=True)]
-        # Narrow bars only have room for the number.
-        unit, size = ("x", 9.0) if len(runs) == 1 else ("", 6.5)
         labels = [f"{ratio:.2f}{unit}" if ratio else "" for ratio in ratios]
         panel.bar_label(bars, labels, padding=2, fontsize=size)
     panel.set_xticks(places, names)
-    _tilt_long_names(panel, names)
+    if max(map(len, names)) * len(names) > _MAX_AXIS_CHARACTERS:
+        panel.tick_params(axis="x", rotation=30)
+        for tick in panel.get_xticklabels():
+            tick.set_horizontalalignment("right")
     panel.set_ylabel("tokens per second")
     panel.set_ylim(0, 1.18 * fastest)
     panel.set_title(f"{runs[0].model} on {runs[0].benchmark}")
     panel.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0)
 
 
-def _tilt_long_names(panel: Axes, names: Sequence[str]) -> None:
-    if max(map(len, names)) * len(names) > _MAX_AXIS_CHARACTERS:
-        panel.tick_params(axis="x", rotation=30)
-        for tick in panel.get_xticklabels():
-            tick.set_horizontalalignment("right")
-
-
 def _speeds(answers: Sequence[AnswerMeasurement]) -> dict[str, float]:
     return {name: row.tokens_per_s or 0.0 for name, row in category_rows(answers)}
 
 
-def _length_series(runs: Sequence[SpeedRun]) -> dict[str, list[int]]:
-    """Return the answer lengths of each run, and of baselines with other texts."""
+def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
+    # Baselines with other texts are shown too.
     series: dict[str, list[int]] = {}
     for run in runs:
-        lengths = [answer.text_tokens for answer in run.answers]
-        if lengths not in series.values():
-            series[run.label] = lengths
-        base = [answer.text_tokens for answer in run.baseline]
-        if base and base not in series.values():
-            series[f"{run.model} ({run.baseline[0].decoder})"] = base
-    return series
-
-
-def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
-    series = _length_series(runs)
+        baseline = f"{run.model} ({run.baseline[0].decoder})" if run.baseline else ""
+        for label, answers in ((run.label, run.answers), (baseline, run.baseline)):
+            lengths = [answer.text_tokens for answer in answers]
+            if lengths and lengths not in series.values():
+                series[label] = lengths
     longest = max(max(lengths) for lengths in series.values())
     bins = list(np.linspace(0, longest + 1, _NUM_LENGTH_BINS + 1))
     for index, (label, lengths) in enumerate(series.items()):
         colour = RUN_COLOURS[index % len(RUN_COLOURS)]
         mean = sum(lengths) / len(lengths)
-        weights = [1 / len(lengths)] * len(lengths)
-        panel.hist(lengths, bins, weights=weights, histtype="stepfilled", color=colour, alpha=0.18)
-        panel.hist(
-            lengths,
-            bins,
-            weights=weights,
-            histtype="step",
-            color=colour,
-            linewidth=1.6,
-            label=f"{label}: mean {mean:.0f}",
-        )
+        shown: Any = {"weights": [1 / len(lengths)] * len(lengths), "color": colour}
+        panel.hist(lengths, bins, histtype="stepfilled", alpha=0.18, **shown)
+        label = f"{label}: mean {mean:.0f}"
+        panel.hist(lengths, bins, histtype="step", linewidth=1.6, label=label, **shown)
         panel.axvline(mean, color=colour, linestyle="--", linewidth=1.1)
     panel.set_xlim(0, 1.01 * (longest + 1))
     panel.set_xlabel("tokens of an answer")

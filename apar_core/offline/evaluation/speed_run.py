@@ -1,4 +1,4 @@
-"""Speed measurements: settings, decoders, and the answers that are generated, replayed or counted.
+"""`apar evaluate speed`: decoders, and answers that are generated, replayed or counted.
 
 Answers are stored as soon as they are measured, so an interrupted run can be resumed.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
@@ -41,19 +42,23 @@ from apar_core.offline.decoders.load import (
     load_decoder,
 )
 from apar_core.offline.decoders.pass_times import read_passes
-from apar_core.offline.evaluation.answer_files import RecordedAnswer
+from apar_core.offline.evaluation.answer_files import RecordedAnswer, read_answer_set
 from apar_core.offline.evaluation.measurement import (
     COUNT,
     AnswerKey,
-    AnswerStore,
+    AnswerMeasurement,
     counted,
     measured,
 )
-from apar_core.offline.evaluation.prompt_sets import Question
-from apar_core.offline.evaluation.replay_text import ModelText, load_text
+from apar_core.offline.evaluation.prompt_sets import Question, load_prompts
+from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, ModelText, load_text
+from apar_core.offline.evaluation.speed_report import SpeedRun, speed_report
+from apar_core.reporting import LineStore, Report, ShowProgress, file_name
 from apar_core.suggestions import did_you_mean
 from apar_core.tree.restore import restore
 from apar_core.tree.threads import thread_scripts
+
+Item = TypeVar("Item", Question, RecordedAnswer)
 
 PLAIN = "plain"
 
@@ -141,44 +146,42 @@ class SpeedSettings(BaseModel):
 
 def check_settings(settings: SpeedSettings) -> None:
     """Raise EvaluationError, naming the options, for invalid combinations."""
-    named = [("--decoders", name) for name in settings.decoders]
-    for option, name in [*named, ("--against", settings.baseline)]:
+    if (problem := next(_problems(settings), None)) is not None:
+        raise EvaluationError(problem)
+
+
+def _problems(settings: SpeedSettings) -> Iterator[str]:
+    baseline, names = settings.baseline, [*settings.decoders, settings.baseline]
+    options = [*("--decoders" for _ in settings.decoders), "--against"]
+    for option, name in zip(options, names, strict=True):
         if name is not None and name not in DECODER_NAMES:
-            raise EvaluationError(
-                f"{option} {name!r} is not one of {', '.join(DECODER_NAMES)}"
-                f"{did_you_mean(name, DECODER_NAMES)}"
-            )
+            known = ", ".join(DECODER_NAMES)
+            yield f"{option} {name!r} is not one of {known}{did_you_mean(name, DECODER_NAMES)}"
     if len({*settings.decoders, settings.baseline_name}) <= len(settings.decoders):
-        raise EvaluationError("--decoders and --against name the same decoder twice")
+        yield "--decoders and --against name the same decoder twice"
     if settings.baseline_model is not None:
-        if settings.baseline not in (PLAIN, "vanilla_apar"):
-            raise EvaluationError(
-                "--against-model needs --against plain or vanilla_apar, not "
-                f"{settings.baseline or 'none'}"
-            )
+        if baseline not in (PLAIN, "vanilla_apar"):
+            yield f"--against-model needs --against plain or vanilla_apar, not {baseline or 'none'}"
         if not settings.runs_checkpoint:
-            raise EvaluationError("--against-model is compared with a checkpoint: give --model")
-    for option, given in (
-        ("--count-only", settings.count_only),
-        ("--random-weights", settings.random_weights is not None),
-    ):
-        if given and not settings.replay:
-            raise EvaluationError(f"{option} needs answers to --replay")
+            yield "--against-model is compared with a checkpoint: give --model"
+    if settings.count_only and not settings.replay:
+        yield "--count-only needs answers to --replay"
+    if settings.random_weights is not None and not settings.replay:
+        yield "--random-weights needs answers to --replay"
     if settings.count_only and settings.random_weights is not None:
-        raise EvaluationError("--count-only runs no model: omit --random-weights")
+        yield "--count-only runs no model: omit --random-weights"
     if settings.tokenizer is not None and settings.runs_checkpoint:
-        raise EvaluationError("a checkpoint uses its own tokenizer: omit --tokenizer")
-    for name in () if settings.count_only else (*settings.decoders, settings.baseline):
+        yield "a checkpoint uses its own tokenizer: omit --tokenizer"
+    for name in names if not settings.count_only else ():
         if name in HEADED and settings.medusa_heads is None:
-            raise EvaluationError(f"{name} needs --medusa-heads FOLDER")
+            yield f"{name} needs --medusa-heads FOLDER"
         if name in PROMPTED and settings.prompt_tokens is None:
-            raise EvaluationError(f"{name} needs --prompt-tokens FOLDER")
-    speculative = {*settings.decoders, settings.baseline} - {None, *UNSPECULATED}
-    if settings.pass_times is not None and not speculative:
-        raise EvaluationError("--pass-times is for decoders with candidate trees: give --decoders")
+            yield f"{name} needs --prompt-tokens FOLDER"
+    if settings.pass_times is not None and not {*names} - {None, *UNSPECULATED}:
+        yield "--pass-times is for decoders with candidate trees: give --decoders"
     for path in settings.replay:
         if not path.is_file():
-            raise EvaluationError(f"--replay {path}: no such file")
+            yield f"--replay {path}: no such file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,23 +195,6 @@ class NamedDecoder:
     kind: str
     decoder: AnswerDecoder
     text: ModelText
-
-
-@dataclass(frozen=True, slots=True)
-class Decoders:
-    """Decoders to measure and the baseline to compare with.
-
-    With `repeats_text` the baseline is forced to generate the first decoder's text.
-    """
-
-    measured: tuple[NamedDecoder, ...]
-    baseline: NamedDecoder | None = None
-    repeats_text: bool = False
-
-    def in_turn(self, number: int) -> list[NamedDecoder]:
-        """Return all decoders, reversed for odd numbers so that the order favours none."""
-        decoders = [*self.measured, *([] if self.baseline is None else [self.baseline])]
-        return decoders if number % 2 == 0 else decoders[::-1]
 
 
 def choose_device(wanted: str) -> str:
@@ -237,8 +223,8 @@ def choose_dtype(wanted: str, device: str) -> torch.dtype:
     return _DTYPES[wanted]
 
 
-def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
-    """Load the decoders; those of the same checkpoint share one model.
+def load_decoders(settings: SpeedSettings, text: ModelText) -> list[NamedDecoder]:
+    """Load the decoders, then the baseline, if any; those of the same checkpoint share one model.
 
     Raises EvaluationError if a model cannot be loaded.
     """
@@ -260,20 +246,20 @@ def load_decoders(settings: SpeedSettings, text: ModelText) -> Decoders:
         return NamedDecoder(name, kind, decoder, text)
 
     if settings.random_weights is None:
-        model = _checkpoint(settings.model, dtype, device)
+        model = load_checkpoint(settings.model, dtype, device)
     else:
         model = _random_model(settings.random_weights, text.vocabulary_size, dtype, device)
-    measured = tuple(build(kind, kind, model, text) for kind in settings.decoders)
+    decoders = [build(kind, kind, model, text) for kind in settings.decoders]
     if settings.baseline is None or settings.baseline_name is None:
-        return Decoders(measured)
+        return decoders
     if settings.baseline_model is not None:
-        model = _checkpoint(settings.baseline_model, dtype, device)
+        model = load_checkpoint(settings.baseline_model, dtype, device)
         text = load_text(settings.baseline_model)
-    baseline = build(settings.baseline_name, settings.baseline, model, text)
-    return Decoders(measured, baseline, settings.repeats_text)
+    return [*decoders, build(settings.baseline_name, settings.baseline, model, text)]
 
 
-def _checkpoint(name_or_path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def load_checkpoint(name_or_path: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Load a model for decoding. Raises EvaluationError if that fails."""
     try:
         model: Any = load_causal_model(name_or_path, dtype=dtype)
     except (OSError, ValueError) as error:
@@ -324,137 +310,111 @@ def _random_config(preset_or_config: str) -> PreTrainedConfig:
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweredKeys:
-    """Answers that every decoder has given, and why others are missing."""
+# ---- answers -----------------------------------------------------------------------------------
 
-    keys: list[AnswerKey]
-    left_out: list[str]
+Store = LineStore[tuple[str, int, str], AnswerMeasurement]
+"""Measured answers by question, turn and decoder."""
 
 
-def warm_up(decoders: Decoders) -> None:
-    """Let each decoder fork once, so that lazy initialization does not slow the first answer."""
-    for each in decoders.in_turn(0):
-        prompt_ids = each.text.encode_prompt("Hello")
-        decode_answer(each.decoder, prompt_ids, TokenChoice.replay(_scripts(_WARM_UP, each)))
+def run_speed(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> Report:
+    """Measure all answers that the folder does not contain yet; return the report.
+
+    Raises EvaluationError for invalid settings, files or folder.
+    """
+    check_settings(settings)
+    runs = (_replay if settings.replay else _generate)(settings, folder, progress)
+    facts = {
+        "Measured": settings.subject,
+        "Answers": "replayed: " + ", ".join(dict.fromkeys(run.model for run in runs))
+        if settings.replay
+        else f"generated, greedy, to {settings.prompts}",
+    }
+    if not settings.count_only:
+        names = ", ".join(settings.decoders)
+        baseline = settings.baseline_name
+        facts["Decoder"] = f"{names}, compared with {baseline}" if baseline else names
+        if settings.repeats_text and not settings.replay:
+            facts["Decoder"] += f" (forced to generate the text of {settings.decoders[0]})"
+        facts["Machine"] = machine_name(settings.device)
+    left_out = dict.fromkeys(reason for run in runs for reason in run.left_out)
+    if left_out:
+        facts["Left out"] = f"{len(left_out)} questions; {next(iter(left_out))}"
+    cut = sum(not answer.ended for run in runs for answer in (*run.answers, *run.baseline))
+    if cut:
+        facts["Cut off"] = f"{cut} answers, by the token limit or the model's context"
+    return speed_report("Generation speed and what forking saves", facts, runs)
 
 
-def generate_answers(
-    decoders: Decoders,
-    questions: Sequence[Question],
-    store: AnswerStore,
-    limits: DecodeLimits,
-    show: Callable[[], None],
-) -> AnsweredKeys:
+def _generate(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> list[SpeedRun]:
     """Let all decoders answer all turns greedily.
 
     The prompt of a later turn contains the decoder's own earlier answers. A plain baseline of the
     same model is forced to generate the first decoder's text: on its own, a model that has learned
-    to fork ends its answers early if it may not fork. `show` is called once per question.
+    to fork ends its answers early if it may not fork.
     """
-    done = AnsweredKeys([], [])
-    for question in questions:
-        keys = [
-            AnswerKey(question.question_id, turn + 1, question.category)
-            for turn in range(len(question.turns))
-        ]
-        try:
-            answers = [_answer_turns(each, question, store, limits) for each in decoders.measured]
-            if decoders.baseline is not None and decoders.repeats_text:
-                _repeat_turns(decoders.baseline, question, store, answers[0])
-            elif decoders.baseline is not None:
-                _answer_turns(decoders.baseline, question, store, limits)
-            done.keys.extend(keys)
-        except RequestError as error:
-            done.left_out.append(f"question {question.question_id}: {error}")
-        show()
-    return done
+    questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
+    decoders = load_decoders(settings, load_text(settings.model))
+    store = _open(settings, folder, "answers.jsonl")
+    limits = DecodeLimits(max_tokens=settings.max_tokens)
+    _warm_up(decoders)
+
+    def answer(_number: int, question: Question) -> list[AnswerKey]:
+        number = len(settings.decoders)
+        answers = [_answer_turns(each, question, store, limits) for each in decoders[:number]]
+        for baseline in decoders[number:]:
+            if settings.repeats_text:
+                _repeat_turns(baseline, question, store, answers[0])
+            else:
+                _answer_turns(baseline, question, store, limits)
+        return [_key(question, turn) for turn in range(len(question.turns))]
+
+    show = progress.start(f"answers to {settings.prompts}", len(questions))
+    keys, left_out = _answer_all(questions, answer, show)
+    prompts = settings.prompts if "/" not in settings.prompts else Path(settings.prompts).stem
+    return _runs(settings, settings.model_name, prompts, store, keys, left_out)
 
 
-def replay_answers(
-    decoders: Decoders,
-    answers: Sequence[RecordedAnswer],
-    store: AnswerStore,
-    show: Callable[[], None],
-) -> AnsweredKeys:
-    """Force the answers' trees through the decoders, and their flat texts through plain ones."""
-    done = AnsweredKeys([], [])
-    for number, answer in enumerate(answers):
-        try:
-            _replay(decoders, answer, number, store)
-            done.keys.append(_key(answer))
-        except RequestError as error:
-            done.left_out.append(f"question {answer.question_id}, turn {answer.turn}: {error}")
-        show()
-    return done
-
-
-def count_answers(
-    text: ModelText,
-    answers: Sequence[RecordedAnswer],
-    store: AnswerStore,
-    show: Callable[[], None],
-) -> AnsweredKeys:
-    """Count the steps and tokens of the answers' trees without a model."""
-    keys = [_key(answer) for answer in answers]
-    for key, answer in zip(keys, answers, strict=True):
-        if store.find(key.question_id, key.turn, COUNT) is None:
-            tree = token_tree(extract_tree(answer.text).tree, text.encode)
-            num_prompt_tokens = len(text.encode_chat(answer.messages))
-            store.add(counted(key, tree, num_prompt_tokens, answer.text))
-        show()
-    return AnsweredKeys(keys, [])
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    text: str
-    token_ids: list[int]
-    ended: bool
-
-
-def _answer_turns(
-    decoder: NamedDecoder, question: Question, store: AnswerStore, limits: DecodeLimits
-) -> list[_Answer]:
-    """Return the answer of each turn; stored answers of an earlier run are encoded again."""
-    answers: list[_Answer] = []
-    text = decoder.text
-    for turn in range(len(question.turns)):
-        known = store.find(question.question_id, turn + 1, decoder.name)
-        if known is None:
-            prompt_ids = _prompt_ids(text, question, turn, [answer.text for answer in answers])
-            decoded = decode_answer(decoder.decoder, prompt_ids, TokenChoice.greedy(), limits)
-            token_ids = decoded.text_ids
-            key = AnswerKey(question.question_id, turn + 1, question.category)
-            known = measured(key, decoder.name, decoded, text.decode(token_ids))
-            store.add(known)
+def _replay(settings: SpeedSettings, folder: Path, progress: ShowProgress) -> list[SpeedRun]:
+    """Force the answers' trees through the decoders, or count their steps without a model."""
+    sets = [read_answer_set(path, settings.questions) for path in settings.replay]
+    if len({answers.label for answers in sets}) < len(sets):
+        raise EvaluationError("two files to replay have the same name")
+    name = settings.model if settings.runs_checkpoint else settings.tokenizer or LLAMA_TOKENIZER
+    text = load_text(name)
+    decoders = [] if settings.count_only else load_decoders(settings, text)
+    runs = []
+    for answers in sets:
+        store = _open(settings, folder, f"answers-{file_name(answers.label)}.jsonl")
+        chosen = answers.answers[: settings.limit]
+        show = progress.start(answers.label, len(chosen))
+        _warm_up(decoders)
+        if settings.count_only:
+            keys, left_out = _answer_all(chosen, partial(_count, text, store), show)
         else:
-            token_ids = text.encode(known.text)
-        answers.append(_Answer(known.text, token_ids, known.ended))
-    return answers
+            keys, left_out = _answer_all(chosen, partial(_force, decoders, store), show)
+        prompts = answers.benchmark or answers.label
+        runs += _runs(settings, answers.label, prompts, store, keys, left_out)
+    return runs
 
 
-def _repeat_turns(
-    plain: NamedDecoder, question: Question, store: AnswerStore, answers: Sequence[_Answer]
-) -> None:
-    """Force another decoder's answers through plain decoding of the same model."""
-    text = plain.text
-    for turn, answer in enumerate(answers):
-        if store.find(question.question_id, turn + 1, plain.name) is not None:
-            continue
-        prompt_ids = _prompt_ids(text, question, turn, [other.text for other in answers[:turn]])
-        script = [*answer.token_ids, *([text.end_id] if answer.ended else [])]
-        choice = TokenChoice.replay({"": script})
-        limits = DecodeLimits(max_tokens=len(script))
-        decoded = decode_answer(plain.decoder, prompt_ids, choice, limits)
-        key = AnswerKey(question.question_id, turn + 1, question.category)
-        store.add(measured(key, plain.name, decoded, answer.text))
+def _count(text: ModelText, store: Store, _number: int, answer: RecordedAnswer) -> list[AnswerKey]:
+    """Count the steps and tokens of an answer's tree."""
+    key = AnswerKey(answer.question_id, answer.turn, answer.category)
+    if (key.question_id, key.turn, COUNT) not in store.lines:
+        tree = token_tree(extract_tree(answer.text).tree, text.encode)
+        store.add(counted(key, tree, len(text.encode_chat(answer.messages)), answer.text))
+    return [key]
 
 
-def _replay(decoders: Decoders, answer: RecordedAnswer, number: int, store: AnswerStore) -> None:
+def _force(
+    decoders: Sequence[NamedDecoder], store: Store, number: int, answer: RecordedAnswer
+) -> list[AnswerKey]:
+    """Force an answer's tree through the decoders, and its flat text through plain ones."""
+    key = AnswerKey(answer.question_id, answer.turn, answer.category)
     tree = extract_tree(answer.text).tree
-    for each in decoders.in_turn(number):
-        if store.find(answer.question_id, answer.turn, each.name) is not None:
+    # In an order that favours none.
+    for each in decoders if number % 2 == 0 else decoders[::-1]:
+        if (key.question_id, key.turn, each.name) in store.lines:
             continue
         scripts = _scripts(tree, each)
         limits = DecodeLimits(
@@ -464,7 +424,107 @@ def _replay(decoders: Decoders, answer: RecordedAnswer, number: int, store: Answ
         )
         prompt_ids = each.text.encode_chat(answer.messages)
         decoded = decode_answer(each.decoder, prompt_ids, TokenChoice.replay(scripts), limits)
-        store.add(measured(_key(answer), each.name, decoded, answer.text))
+        store.add(measured(key, each.name, decoded, answer.text))
+    return [key]
+
+
+def _open(settings: SpeedSettings, folder: Path, name: str) -> Store:
+    return LineStore(folder / name, settings.as_facts(), AnswerMeasurement, lambda line: line.key)
+
+
+def _answer_all(
+    items: Sequence[Item],
+    answer: Callable[[int, Item], list[AnswerKey]],
+    show: Callable[[], None],
+) -> tuple[list[AnswerKey], list[str]]:
+    """Return the answers that every decoder has given, and why others are missing."""
+    keys: list[AnswerKey] = []
+    left_out = []
+    for number, item in enumerate(items):
+        try:
+            keys += answer(number, item)
+        except RequestError as error:
+            turn = f", turn {item.turn}" if isinstance(item, RecordedAnswer) else ""
+            left_out.append(f"question {item.question_id}{turn}: {error}")
+        show()
+    return keys, left_out
+
+
+def _runs(
+    settings: SpeedSettings,
+    model: str,
+    prompts: str,
+    store: Store,
+    keys: Sequence[AnswerKey],
+    left_out: Sequence[str],
+) -> list[SpeedRun]:
+    """Return a run for each decoder."""
+    if not keys:
+        raise EvaluationError(f"{model} answers none of {prompts}: {left_out[0]}")
+
+    def of(decoder: str) -> tuple[AnswerMeasurement, ...]:
+        return tuple(store.lines[key.question_id, key.turn, decoder] for key in keys)
+
+    if settings.count_only:
+        return [SpeedRun(model, prompts, of(COUNT))]
+    baseline = () if settings.baseline_name is None else of(settings.baseline_name)
+    several = len(settings.decoders) > 1
+    return [
+        SpeedRun(model, prompts, of(name), baseline, name if several else None, left_out)
+        for name in settings.decoders
+    ]
+
+
+def _warm_up(decoders: Sequence[NamedDecoder]) -> None:
+    """Let each decoder fork once, so that lazy initialization does not slow the first answer."""
+    for each in decoders:
+        prompt_ids = each.text.encode_prompt("Hello")
+        decode_answer(each.decoder, prompt_ids, TokenChoice.replay(_scripts(_WARM_UP, each)))
+
+
+class _Answer(NamedTuple):
+    text: str
+    token_ids: list[int]
+    ended: bool
+
+
+def _answer_turns(
+    decoder: NamedDecoder, question: Question, store: Store, limits: DecodeLimits
+) -> list[_Answer]:
+    """Return the answer of each turn; stored answers of an earlier run are encoded again."""
+    answers: list[_Answer] = []
+    text = decoder.text
+    for turn in range(len(question.turns)):
+        known = store.lines.get((question.question_id, turn + 1, decoder.name))
+        if known is None:
+            prompt_ids = text.encode_question(question, turn, [answer.text for answer in answers])
+            decoded = decode_answer(decoder.decoder, prompt_ids, TokenChoice.greedy(), limits)
+            token_ids = decoded.text_ids
+            known = measured(_key(question, turn), decoder.name, decoded, text.decode(token_ids))
+            store.add(known)
+        else:
+            token_ids = text.encode(known.text)
+        answers.append(_Answer(known.text, token_ids, known.ended))
+    return answers
+
+
+def _repeat_turns(
+    plain: NamedDecoder, question: Question, store: Store, answers: Sequence[_Answer]
+) -> None:
+    """Force another decoder's answers through plain decoding of the same model."""
+    text = plain.text
+    for turn, answer in enumerate(answers):
+        if (question.question_id, turn + 1, plain.name) in store.lines:
+            continue
+        prompt_ids = text.encode_question(question, turn, [each.text for each in answers[:turn]])
+        script = [*answer.token_ids, *([text.end_id] if answer.ended else [])]
+        limits = DecodeLimits(max_tokens=len(script))
+        decoded = decode_answer(plain.decoder, prompt_ids, TokenChoice.replay({"": script}), limits)
+        store.add(measured(_key(question, turn), plain.name, decoded, answer.text))
+
+
+def _key(question: Question, turn: int) -> AnswerKey:
+    return AnswerKey(question.question_id, turn + 1, question.category)
 
 
 def _scripts(answer: ParagraphRecord, decoder: NamedDecoder) -> dict[str, list[int]]:
@@ -474,13 +534,3 @@ def _scripts(answer: ParagraphRecord, decoder: NamedDecoder) -> dict[str, list[i
         return {"": [*restore(tree), decoder.text.end_id]}
     tokens = decoder.text.tokens
     return thread_scripts(tree, tokens.fork_id, tokens.end_id)
-
-
-def _key(answer: RecordedAnswer) -> AnswerKey:
-    return AnswerKey(answer.question_id, answer.turn, answer.category)
-
-
-def _prompt_ids(text: ModelText, question: Question, turn: int, texts: Sequence[str]) -> list[int]:
-    if question.raw_prompt:
-        return text.encode_prompt(question.turns[turn])
-    return text.encode_chat(question.messages(turn, tuple(texts)))

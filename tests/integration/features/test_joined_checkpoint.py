@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.models.apar_tiny_threadweaver import checkpoint_path
+from apar_core.offline.evaluation.fork_check import HeldOutSettings
 from apar_core.offline.evaluation.join_check import (
-    JoinCheckSettings,
     ResubmittingClient,
     check_joins,
 )
@@ -57,7 +57,7 @@ def client_answers() -> tuple[PreTrainedTokenizerFast, list[Any]]:
     model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
     # One prompt per batch: padding would change the last bits.
     client = ResubmittingClient(model, tokenizer, batch_size=1)
-    _, answers = check_joins(JoinCheckSettings(num_prompts=NUM_PROMPTS), client)
+    _, answers = check_joins(HeldOutSettings(num_prompts=NUM_PROMPTS), client)
     return tokenizer, answers
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apar_core.errors import CheckpointError
 from apar_core.offline.gguf import convert_gguf
+from tests.fakes.progress import NoProgress
 from tests.fakes.small_gguf import (
     F32,
     FACTS,
@@ -21,7 +22,6 @@ from tests.fakes.small_gguf import (
     Q8_0,
     TOKENS,
     WIDTH,
-    NoProgress,
     gguf_file,
     small_gguf,
 )

@@ -17,7 +17,7 @@ from apar_core.offline.decoders.interface import DecodeLimits, TokenChoice
 from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
 from apar_core.offline.decoders.thread_family import Thread, ThreadFamily
 from apar_core.offline.decoders.tree_decoder import AnswerRun
-from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_prompts
+from apar_core.offline.evaluation.fork_check import HeldOutSettings, held_out_prompts
 from apar_core.offline.speculation.acceptance import read_table
 from apar_core.offline.speculation.sparse_tree import TreeFamily, optimal_tree, static_tree
 
@@ -76,7 +76,7 @@ def test_the_predicted_length_lies_in_the_interval_of_the_measured_one(
         trees=TreeFamily.of(tree),
         device="cpu",
     )
-    prompts = held_out_prompts(ForkCheckSettings(num_prompts=NUM_PROMPTS), tokenizer)
+    prompts = held_out_prompts(HeldOutSettings(num_prompts=NUM_PROMPTS), tokenizer)
 
     of_answers = [
         step_lengths(decoder, prompt.token_ids, table.num_distances) for prompt in prompts

@@ -16,7 +16,7 @@ from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, decode_answer
 from apar_core.offline.decoders.load import DecoderName, build_decoder, load_decoder
 from apar_core.offline.evaluation.fork_check import (
-    ForkCheckSettings,
+    HeldOutSettings,
     TransformersThreadDecoder,
     held_out_prompts,
 )
@@ -46,7 +46,7 @@ def model() -> Any:
 
 @cache
 def prompts() -> tuple[list[int], ...]:
-    settings = ForkCheckSettings(num_prompts=NUM_PROMPTS)
+    settings = HeldOutSettings(num_prompts=NUM_PROMPTS)
     return tuple(prompt.token_ids for prompt in held_out_prompts(settings, tokenizer()))
 
 
@@ -67,7 +67,7 @@ def prompted(name: str, number: int) -> Iterator[tuple[list[int], DecodedAnswer]
     decoder = load_decoder(
         name, model(), tokenizer(), prompt_tokens=folder, trees=trees, device="cpu"
     )
-    for prompt in held_out_prompts(ForkCheckSettings(num_prompts=number), tokenizer()):
+    for prompt in held_out_prompts(HeldOutSettings(num_prompts=number), tokenizer()):
         yield prompt.token_ids, decode_answer(decoder, prompt.token_ids)
 
 

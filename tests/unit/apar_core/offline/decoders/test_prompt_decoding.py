@@ -35,7 +35,7 @@ from apar_core.offline.decoders.load import DecoderName, ThreadDecoder, build_de
 from apar_core.offline.decoders.proposer import HiddenProposer, TreeStacks
 from apar_core.offline.decoders.token_chooser import TypicalAcceptance
 from apar_core.offline.decoders.tree_decoder import DecodingModel
-from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_prompts
+from apar_core.offline.evaluation.fork_check import HeldOutSettings, held_out_prompts
 from apar_core.offline.speculation.candidate_tree import CandidateTree
 from apar_core.offline.speculation.prompt_tokens import PromptTokens
 from apar_core.offline.speculation.sparse_tree import SparseTree
@@ -337,7 +337,7 @@ def tiny() -> Any:
 
 
 def prompts(number: int) -> list[list[int]]:
-    settings = ForkCheckSettings(num_prompts=number)
+    settings = HeldOutSettings(num_prompts=number)
     return [prompt.token_ids for prompt in held_out_prompts(settings, tokenizer())]
 
 

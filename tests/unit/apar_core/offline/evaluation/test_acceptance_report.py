@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,6 @@ from apar_core.formats.prompt_file import PromptTokenSettings
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.evaluation.acceptance_report import (
-    AcceptanceSettings,
     Guesses,
     acceptance_report,
     run_acceptance,
@@ -57,17 +57,16 @@ def test_tables_of_different_sizes_stand_side_by_side(tmp_path: Path) -> None:
 def test_trees_of_a_size_are_ordered_and_plain_decoding_gains_one_token() -> None:
     single, lengths = tree_lengths(VICUNA_7B, 1), tree_lengths(VICUNA_7B, 24)
 
-    assert (single.optimal, single.dynamic, single.static) == (1.0, 1.0, None)
-    assert lengths.dynamic is not None
-    assert lengths.static is not None
-    assert lengths.optimal >= lengths.dynamic > lengths.static > lengths.random > 1
+    assert list(single.values())[:3] == [1.0, 1.0, None]
+    optimal, dynamic, static, random = (length or 0.0 for length in lengths.values())
+    assert optimal >= dynamic > static > random > 1
 
 
 def test_heads_predict_without_inputs_so_their_best_tree_is_static() -> None:
     lengths = tree_lengths(TABLE, 3, ensemble=0)
 
-    assert lengths.dynamic is None
-    assert lengths.optimal == lengths.static == pytest.approx(1.7)
+    assert lengths["dynamic"] is None
+    assert lengths["optimal"] == lengths["static"] == pytest.approx(1.7)
 
 
 def heads_without_table(folder: Path) -> Path:
@@ -78,24 +77,23 @@ def heads_without_table(folder: Path) -> Path:
 
 def test_a_missing_table_is_measured_once_and_again_on_demand(tmp_path: Path) -> None:
     heads = heads_without_table(tmp_path)
-    settings = AcceptanceSettings(
-        model=str(checkpoint_path()), model_name="apar-tiny", medusa_heads=heads, limit=1
-    )
 
-    report = run_acceptance(settings)
+    def report(**changed: Any) -> Report:
+        return run_acceptance(
+            str(checkpoint_path()), "apar-tiny", medusa_heads=heads, limit=1, **changed
+        )
+
+    facts = report().facts
 
     measured = read_table(heads)
     assert measured.observations is not None
     assert measured.observations[0] > 20
     # On 200 prompts, 0.81 and 0.73.
     assert [row[0] > 0.5 for row in measured.probabilities] == [True, True]
-    assert report.facts["Medusa heads measured on"] == measured.source
+    assert facts["Medusa heads measured on"] == measured.source
     TABLE.write(heads)
-    assert run_acceptance(settings).facts["Medusa heads measured on"] == "a test"
-    again = AcceptanceSettings(
-        model=str(checkpoint_path()), model_name="", medusa_heads=heads, limit=1, measure=True
-    )
-    run_acceptance(again)
+    assert report().facts["Medusa heads measured on"] == "a test"
+    report(measure=True)
     assert read_table(heads) == measured
 
 
@@ -103,21 +101,17 @@ def test_a_table_is_shown_without_its_model(tmp_path: Path) -> None:
     heads = heads_without_table(tmp_path)
     TABLE.write(heads)
 
-    report = run_acceptance(AcceptanceSettings("no-such-model", "none", medusa_heads=heads))
+    report = run_acceptance("no-such-model", "none", medusa_heads=heads)
 
     assert rows(report, "accuracy")[0][0] == "Medusa heads"
 
 
 def test_without_weights_there_is_nothing_to_evaluate() -> None:
     with pytest.raises(EvaluationError, match="give --prompt-tokens or --medusa-heads"):
-        run_acceptance(AcceptanceSettings("m", "m"))
+        run_acceptance("m", "m")
 
 
 def test_prompt_tokens_of_another_model_are_refused(tmp_path: Path) -> None:
     save_prompt_tokens(PromptTokens(PromptTokenSettings(hidden_size=8, fingerprint="")), tmp_path)
-    settings = AcceptanceSettings(
-        str(checkpoint_path()), "apar-tiny", prompt_tokens=tmp_path, limit=1
-    )
-
     with pytest.raises(CheckpointError, match="hidden_size 8"):
-        run_acceptance(settings)
+        run_acceptance(str(checkpoint_path()), "apar-tiny", prompt_tokens=tmp_path, limit=1)

@@ -12,8 +12,8 @@ from apar_core.offline.decoders.interface import DecodedThread
 from apar_core.offline.evaluation.fork_check import (
     AnswerVerdict,
     CheckPrompt,
-    ForkCheckSettings,
     ForkReport,
+    HeldOutSettings,
     TransformersThreadDecoder,
     count_control_mistakes,
     held_out_prompts,
@@ -79,24 +79,23 @@ def verdict(
 
 def test_each_missed_bound_is_a_failure() -> None:
     good = [verdict(should_fork=True, forked=True)] * 19
-    settings = ForkCheckSettings()
 
-    assert ForkReport([*good, verdict(should_fork=True, forked=False)]).failures(settings) == []
+    assert ForkReport([*good, verdict(should_fork=True, forked=False)]).failures() == []
     missed = ForkReport([*good, *[verdict(should_fork=True, forked=False)] * 2])
-    assert len(missed.failures(settings)) == 1
+    assert len(missed.failures()) == 1
     wrong = ForkReport([*good, verdict(should_fork=False, forked=True)])
-    assert wrong.failures(settings) == ["100.0% fork where they should not"]
+    assert wrong.failures() == ["100.0% fork where they should not"]
     cut = ForkReport([verdict(should_fork=True, forked=True, num_unended=2)])
-    assert cut.failures(settings) == ["2 threads did not end by themselves"]
+    assert cut.failures() == ["2 threads did not end by themselves"]
     bad = ForkReport([verdict(should_fork=True, forked=True, control_mistakes=3)])
-    assert bad.failures(settings) == ["3 control tokens are misplaced"]
+    assert bad.failures() == ["3 control tokens are misplaced"]
     assert len(report_table(wrong).rows) == 2
 
 
 def test_the_held_out_prompts_include_answers_with_and_without_forks(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    prompts = held_out_prompts(ForkCheckSettings(), tokenizer)
+    prompts = held_out_prompts(HeldOutSettings(), tokenizer)
 
     assert len(prompts) == 400
     assert sum(prompt.num_forks > 0 for prompt in prompts) > 200

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from apar_core.offline.evaluation.forks import (
 )
 from apar_core.offline.evaluation.replay_text import load_text
 from apar_core.tree.threads import thread_scripts
+from tests.fakes.progress import NoProgress
 from tests.integration.random_checkpoint import write_checkpoint
 
 TINY = str(checkpoint_path())
@@ -101,11 +102,6 @@ class MadeAnswers:
         self._log.append("shutdown")
 
 
-class Silent:
-    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
-        return lambda: None
-
-
 def evaluate(folder: Path, log: list[str], fail_after: int | None = None, **changed: Any) -> Any:
     settings = ForkEvaluationSettings(
         **{
@@ -120,7 +116,7 @@ def evaluate(folder: Path, log: list[str], fail_after: int | None = None, **chan
             **changed,
         }
     )
-    return run_forks(settings, folder, lambda _: MadeAnswers(log, fail_after), Silent())
+    return run_forks(settings, folder, lambda _: MadeAnswers(log, fail_after), NoProgress())
 
 
 def table(results: ForkResults, name: str) -> list[tuple[Any, ...]]:

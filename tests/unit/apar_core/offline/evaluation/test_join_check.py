@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from apar_core.models.apar_tiny_threadweaver import checkpoint_path
 from apar_core.offline.data.joined import joined_answer
 from apar_core.offline.data.tiny_corpus.generator import Corpus
+from apar_core.offline.evaluation.fork_check import HeldOutSettings
 from apar_core.offline.evaluation.join_check import (
-    JoinCheckSettings,
     ResubmittingClient,
     block_sizes,
     check_joins,
@@ -46,7 +46,7 @@ def test_the_shipped_checkpoint_writes_well_formed_answers_to_held_out_prompts()
     model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
 
     verdicts, answers = check_joins(
-        JoinCheckSettings(num_prompts=40), ResubmittingClient(model, tokenizer)
+        HeldOutSettings(num_prompts=40), ResubmittingClient(model, tokenizer)
     )
 
     assert sum(verdict.well_formed for verdict in verdicts) >= 34

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apar_core.errors import EvaluationError
-from apar_core.offline.evaluation.judging import (
+from apar_core.offline.evaluation.prompt_sets import Question
+from apar_core.offline.evaluation.quality import (
     JudgePrompt,
     judge_chat,
     needs_reference,
     parse_rating,
     prompt_name,
 )
-from apar_core.offline.evaluation.prompt_sets import Question
 
 TEMPLATES = {
     "single-v1": "Q: {question} A: {answer}",

@@ -1,4 +1,4 @@
-"""Measurements by schedule and by trace, their averages, and the answer store."""
+"""Measurements by schedule and by trace, their averages, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, S
 from apar_core.offline.evaluation.measurement import (
     AnswerKey,
     AnswerMeasurement,
-    AnswerStore,
     averages,
     by_category,
     measured,
 )
-from apar_core.reporting import claim_folder
+from apar_core.reporting import LineStore, claim_folder
 from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 
 FORK = 99
@@ -126,41 +125,30 @@ def test_the_speed_excludes_the_prefill() -> None:
     assert result.ended
 
 
-def test_answers_are_stored_on_disk(tmp_path: Path) -> None:
+def store(folder: Path) -> LineStore[tuple[str, int, str], AnswerMeasurement]:
+    return LineStore(folder / "answers.jsonl", {}, AnswerMeasurement, lambda line: line.key)
+
+
+def test_answers_are_stored_on_disk_without_an_incomplete_last_line(tmp_path: Path) -> None:
+    store(tmp_path).add(FORKED)
     path = tmp_path / "answers.jsonl"
-    store = AnswerStore(path)
-    store.add(FORKED)
-    store.add(measurement(text="Ünïcode\n"))
-
-    again = AnswerStore(path)
-
-    assert again.find("2", 1, "vanilla_apar") == FORKED
-    assert again.find("2", 2, "vanilla_apar") is None
-    assert again.find("2", 1, "plain") is None
-    keys = [AnswerKey("1", 1, "writing"), AnswerKey("2", 1, "writing")]
-    assert [answer.text for answer in again.of_decoder("vanilla_apar", keys)] == ["Ünïcode\n", ""]
-
-
-def test_an_incomplete_last_line_is_truncated(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    AnswerStore(path).add(FORKED)
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:50])
 
-    store = AnswerStore(path)
-    store.add(measurement())
+    store(tmp_path).add(measurement(text="Ünïcode\n"))
 
     assert len(path.read_bytes().splitlines()) == 2
-    assert AnswerStore(path).find("1", 1, "vanilla_apar") == measurement()
+    assert store(tmp_path).lines == {
+        ("2", 1, "vanilla_apar"): FORKED,
+        ("1", 1, "vanilla_apar"): measurement(text="Ünïcode\n"),
+    }
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    AnswerStore(path).add(FORKED)
-    path.write_text('{"question_id": "1"}\n' + path.read_text())
+    (tmp_path / "answers.jsonl").write_text('{"question_id": "1"}\n')
 
     with pytest.raises(EvaluationError, match="line 1: turn: Field required"):
-        AnswerStore(path)
+        store(tmp_path)
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:

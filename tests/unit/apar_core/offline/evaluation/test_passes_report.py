@@ -9,7 +9,7 @@ from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.guesses import SHIPPED_PROMPTS
 from apar_core.offline.decoders.pass_times import PassTimes
 from apar_core.offline.evaluation.acceptance_report import Guesses
-from apar_core.offline.evaluation.passes_report import PassSettings, passes_report, run_passes
+from apar_core.offline.evaluation.passes_report import passes_report, run_passes
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.reporting import write_report
 
@@ -38,23 +38,16 @@ def test_the_best_size_is_named_for_each_number_of_rows(tmp_path: Path) -> None:
 
 def test_without_weights_there_is_nothing_to_measure(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="give --prompt-tokens or --medusa-heads"):
-        run_passes(PassSettings("no-such-model", "none"), tmp_path)
+        run_passes(tmp_path, "no-such-model", "none")
 
 
 def test_a_context_that_leaves_no_room_for_the_inputs_is_refused(tmp_path: Path) -> None:
-    settings = PassSettings(
-        str(checkpoint_path()),
-        "apar-tiny",
-        prompt_tokens=SHIPPED_PROMPTS["apar-tiny"],
-        context=2040,
-    )
+    model, prompts = str(checkpoint_path()), SHIPPED_PROMPTS["apar-tiny"]
 
     with pytest.raises(EvaluationError, match=r"2040 and 112 measured tokens exceed .* 2048"):
-        run_passes(settings, tmp_path)
+        run_passes(tmp_path, model, "apar-tiny", prompt_tokens=prompts, context=2040)
 
 
 def test_weights_without_a_table_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
-    settings = PassSettings("no-such-model", "none", medusa_heads=tmp_path)
-
     with pytest.raises(CheckpointError, match="no acceptance table"):
-        run_passes(settings, tmp_path)
+        run_passes(tmp_path, "no-such-model", "none", medusa_heads=tmp_path)

@@ -17,11 +17,9 @@ from apar_core.offline.evaluation.ppd import differing_texts
 from apar_core.offline.evaluation.ppd_measurements import (
     LivePasses,
     MethodAnswer,
-    MethodStore,
     compared_trees,
     length_interval,
     method_answer,
-    sized_tree,
     variant_recipe,
     variants,
 )
@@ -56,13 +54,6 @@ def test_compared_trees_fit_their_size_and_rank_as_in_the_paper(size: int) -> No
     assert lengths["dynamic"] >= lengths["random"] - 1e-9
 
 
-def test_medusa_heads_need_no_inputs_for_prompts() -> None:
-    heads, prompts = sized_tree(TABLE, 8, 0), sized_tree(TABLE, 8, 1)
-
-    assert heads.trees[-1].num_candidates == 7
-    assert heads.expected_length() > prompts.expected_length()
-
-
 def test_an_answer_is_measured_by_live_threads_without_its_prefill() -> None:
     records = (
         StepRecord(1, 1, 1, 9.0, 3, 3),
@@ -85,18 +76,6 @@ def test_the_interval_of_equal_answers_is_a_point() -> None:
     answers = [answer_of(str(number), {1: (2, 4), 2: (1, 4)}) for number in range(5)]
 
     assert length_interval(answers) == (2.0, 2.0, 2.0)
-
-
-def test_stored_answers_are_found_again(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    MethodStore(path).add(answer_of("7", {3: (1, 2)}))
-
-    again = MethodStore(path)
-
-    assert again.has("7", "ppd", 0)
-    assert not again.has("7", "plain", 0)
-    assert not again.has("7", "ppd", 1)
-    assert again.of_method("ppd")[0].live == {3: LivePasses(passes=1, tokens=2, seconds=1.0)}
 
 
 def test_variants_change_what_their_names_say() -> None:

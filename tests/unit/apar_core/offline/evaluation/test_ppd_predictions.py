@@ -6,13 +6,13 @@ import pytest
 
 from apar_core.offline.evaluation.ppd_predictions import (
     PAPER_MEDUSA_HEADS,
+    PAPER_SHARES,
     PAPER_TABLES,
     answer_speedups,
     chain_tree,
-    live_rows_table,
+    heads_share,
     medusa_chain_length,
     medusa_parameters,
-    medusa_share,
     paper_tree,
     predict_best,
     predict_chain,
@@ -20,7 +20,6 @@ from apar_core.offline.evaluation.ppd_predictions import (
     prediction_tables,
     prompt_parameters,
     prompt_share,
-    published_sizes,
 )
 from apar_core.offline.speculation.acceptance import VICUNA_7B, AcceptanceTable
 from apar_core.step_costs.costs import StepCosts
@@ -39,14 +38,13 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:.{digits - 1}e}"
 
 
-@pytest.mark.parametrize("published", published_sizes(), ids=lambda each: each.name)
-def test_trained_parameters_are_those_of_table_1(published: object) -> None:
-    size = published
+@pytest.mark.parametrize("name", PAPER_SHARES)
+def test_trained_parameters_are_those_of_table_1(name: str) -> None:
+    model, published, _ = PAPER_SHARES[name]
     # The paper's 13B value is that of two prompt tokens.
-    num_prompts = 2 if size.name == "Vicuna-13B" else 3  # type: ignore[attr-defined]
-    share = 100 * prompt_share(size.model, num_prompts)  # type: ignore[attr-defined]
+    num_prompts = 2 if name == "Vicuna-13B" else 3
 
-    assert significant(share) == significant(size.prompt_share)  # type: ignore[attr-defined]
+    assert significant(100 * prompt_share(model, num_prompts)) == significant(published)
 
 
 def test_three_prompt_tokens_of_13b_are_not_what_table_1_says() -> None:
@@ -55,7 +53,9 @@ def test_three_prompt_tokens_of_13b_are_not_what_table_1_says() -> None:
 
 @pytest.mark.parametrize(("size", "paper"), [("llama-7b", 8.07), ("llama-13b", 5.52)])
 def test_medusa_parameters_of_table_1_are_four_heads(size: str, paper: float) -> None:
-    assert round(100 * medusa_share(find_model(size), PAPER_MEDUSA_HEADS), 2) == paper
+    model = find_model(size)
+
+    assert round(100 * heads_share(model, medusa_parameters(model, PAPER_MEDUSA_HEADS)), 2) == paper
 
 
 def test_memory_of_figure_7_is_that_of_float32_prompts() -> None:
@@ -70,7 +70,6 @@ def test_parameters_of_the_embedded_model_are_counted() -> None:
     tiny = find_model("apar-tiny")
 
     assert prompt_parameters(tiny) == 3 * 256
-    assert prompt_parameters(tiny, 3, ensemble=4) == 3 * 4 * 256
     assert f"{100 * prompt_share(tiny):.3f}" == "0.018"
     # Two heads: two layers of 256 x 256 without bias, and a vocabulary matrix of 4,096 x 256.
     assert medusa_parameters(tiny, 2, 2, bias=False) == 2 * (2 * 65_536 + 1_048_576)
@@ -107,10 +106,10 @@ def test_a_chain_pays_for_the_time_that_async_scheduling_hides() -> None:
     chain = predict_chain(costs, TABLE, 2, rows=1, context=0)
 
     assert chain.plain_s == pytest.approx(0.010)
-    assert chain.chain_s == pytest.approx(0.012)
+    assert chain.pass_s == pytest.approx(0.012)
     slow_host = predict_chain(costs, TABLE, 2, rows=1, context=0, host_s=0.003)
-    assert slow_host.chain_s == pytest.approx(0.013)
-    slower = chain.expected_length * chain.plain_s / (chain.chain_s + chain.spare_s)
+    assert slow_host.pass_s == pytest.approx(0.013)
+    slower = chain.expected_length * chain.plain_s / (chain.pass_s + chain.spare_s)
     assert slower == pytest.approx(1.15)
 
 
@@ -140,11 +139,11 @@ def test_more_live_rows_leave_less_for_guesses() -> None:
 
 
 def test_a_tree_for_one_row_slows_many_rows_down() -> None:
-    prediction = predict_gpu("Vicuna-7B", "a100-80gb", 512)
+    papers = [paper.speedup for _, paper, _ in predict_gpu("Vicuna-7B", "a100-80gb", 512)]
 
-    assert prediction.paper_prompts[0].speedup > 1.5
-    assert prediction.paper_prompts[-1].speedup < 0.5
-    assert len(live_rows_table([prediction], 512).rows) == 5
+    assert len(papers) == 5
+    assert papers[0] > 1.5
+    assert papers[-1] < 0.5
 
 
 def test_answers_take_the_time_of_their_live_rows() -> None:
@@ -169,6 +168,6 @@ def test_guesses_and_forks_multiply_while_passes_are_free() -> None:
 
 
 def test_every_table_can_be_shown() -> None:
-    for table in prediction_tables():
+    for table in prediction_tables(512):
         assert table.rows
         assert "|" in table.as_markdown()

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.offline.data.records import ChatMessage
-from apar_core.offline.evaluation.fork_check import ForkCheckSettings, held_out_prompts
+from apar_core.offline.evaluation.fork_check import HeldOutSettings, held_out_prompts
 from apar_core.offline.evaluation.prompt_sets import (
     BENCHMARK_FILES,
     HELD_OUT,
@@ -220,7 +220,7 @@ def test_the_benchmarks_are_complete(name: str, num_turns: int, num_references: 
 def test_the_held_out_prompts_are_those_of_the_fork_check() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint_path())
     text = ModelText(tokenizer, "apar-tiny")
-    expected = held_out_prompts(ForkCheckSettings(), tokenizer)
+    expected = held_out_prompts(HeldOutSettings(), tokenizer)
 
     questions = load_prompts(HELD_OUT)
 

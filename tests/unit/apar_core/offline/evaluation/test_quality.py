@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,17 @@ import pytest
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
-from apar_core.offline.evaluation.judging import JudgmentRequest
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.quality import (
+    JudgmentRequest,
     QualityPlan,
     QualityResult,
     TokenPrices,
     run_quality,
 )
 from tests.fakes.judge_server import Reply, Script, judge_server
+from tests.fakes.progress import NoProgress
 from tests.unit.apar_core.offline.evaluation.test_judging import MATH, PROMPTS, WRITING
-
-
-class NoProgress:
-    """Counts the steps of each stage."""
-
-    def __init__(self) -> None:
-        self.steps: dict[str, int] = {}
-
-    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
-        def step() -> None:
-            self.steps[stage] = self.steps.get(stage, 0) + 1
-
-        return step
 
 
 def answer_file(path: Path, model: str) -> Path:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from apar_core.errors import EvaluationError
+from apar_core.json_lines import read_lines
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.evaluation.measurement import AnswerMeasurement, AnswerStore
-from apar_core.offline.evaluation.speed_evaluation import run_speed
-from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings
+from apar_core.offline.evaluation.measurement import AnswerMeasurement
+from apar_core.offline.evaluation.speed_run import SpeedSettings, check_settings, run_speed
 from apar_core.reporting import Report
+from tests.fakes.progress import NoProgress
 
 HERE = (Path(__file__),)
 
@@ -110,19 +110,6 @@ TRACE = [
 ]
 
 
-class Steps:
-    """Counts progress steps."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-
-    def start(self, stage: str, total: int, done: int = 0) -> Callable[[], None]:
-        def step() -> None:
-            self.num_steps += 1
-
-        return step
-
-
 def trace_file(folder: Path, name: str = "trace.jsonl") -> Path:
     path = folder / name
     path.write_text("".join(json.dumps(line) + "\n" for line in TRACE))
@@ -131,13 +118,11 @@ def trace_file(folder: Path, name: str = "trace.jsonl") -> Path:
 
 def run(folder: Path, **fields: Any) -> Report:
     plain = {"model": str(checkpoint_path()), "model_name": "apar-tiny", "device": "cpu"}
-    return run_speed(SpeedSettings(**{**plain, **fields}), folder, Steps())
+    return run_speed(SpeedSettings(**{**plain, **fields}), folder, NoProgress())
 
 
 def answers(path: Path, decoder: str) -> list[AnswerMeasurement]:
-    store = AnswerStore(path)
-    found = [store.find(str(line["id"]), int(str(line.get("turn", 1))), decoder) for line in TRACE]
-    return [answer for answer in found if answer is not None]
+    return [line for line in read_lines(path, AnswerMeasurement) if line.decoder == decoder]
 
 
 def schedule(answer: AnswerMeasurement) -> dict[str, Any]:
