@@ -192,8 +192,17 @@ class Duration(float):
         return format_duration(self)
 
 
-def duration_option(*names: str, help: str, minimum: str = "0s", panel: str | None = None) -> Any:
-    """Return an option that takes a duration and gives the command plain seconds."""
+def duration_option(
+    *names: str,
+    help: str,
+    minimum: str = "0s",
+    panel: str | None = None,
+    default: str | bool = True,
+) -> Any:
+    """Return an option that takes a duration and gives the command plain seconds.
+
+    `default` is the default that `--help` shows; False shows none.
+    """
     least_s = parse_duration(minimum)
 
     def parse(value: str | float) -> float:
@@ -207,7 +216,14 @@ def duration_option(*names: str, help: str, minimum: str = "0s", panel: str | No
             raise typer.BadParameter(f"{value} is less than {minimum}")
         return seconds
 
-    return typer.Option(*names, parser=parse, metavar="DURATION", help=help, rich_help_panel=panel)
+    return typer.Option(
+        *names,
+        parser=parse,
+        metavar="DURATION",
+        help=help,
+        rich_help_panel=panel,
+        show_default=default,
+    )
 
 
 class CommaList(tuple[Item, ...]):
@@ -221,6 +237,7 @@ def list_option(
     minimum: float | None = None,
     choices: Sequence[str] = (),
     default: str | bool = True,
+    panel: str | None = None,
 ) -> Any:
     """Return an option that takes a comma-separated list of values.
 
@@ -255,6 +272,7 @@ def list_option(
         help=help,
         show_default=default,
         autocompletion=complete,
+        rich_help_panel=panel,
     )
 
 
