@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from enum import Enum
 from functools import wraps
 from pathlib import Path
@@ -69,7 +70,8 @@ def takes_settings(
         for name in fields:
             info = model.model_fields[name]
             if name in defaults:
-                info = FieldInfo.merge_field_infos(info, default=defaults[name])
+                info = copy(info)
+                info.default = defaults[name]
             kind, option = _option(option_of(name), name, info, shown.get(name), panel_of.get(name))
             default = inspect.Parameter.empty if info.is_required() else None
             parameters.append(_parameter(name, Annotated[kind, option], default))
