@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree import tree_statistics
-from cluster.lab.sizing.replica_run import ReplicaLoad, ReplicaRun, Slos, run_replica
+from cluster.lab.sizing.replica_run import ReplicaDriver, ReplicaLoad, ReplicaRun, Slos
 from cluster.lab.sizing.requests import Workload
 from cluster.loadtest.arrivals import GammaArrivals, OpenLoop, read_arrivals
 from deployments.config.model import MAX_THREADS
@@ -360,7 +360,8 @@ def _run(
         arrivals = EvenPoisson(rate) if recorded is None else read_arrivals(recorded, rate)
     core = _cores(replica).build()
     requests = _requests(conditions)
-    return run_replica(core, requests, arrivals, load, slos, is_complete=is_complete)
+    driver = ReplicaDriver(core, requests, arrivals, load, slos)
+    return driver.result(is_complete=is_complete)
 
 
 @lru_cache(maxsize=8)

@@ -38,7 +38,6 @@ def test_each_command_explains_itself(command: str) -> None:
         ("--methods", "sequential,greedy", "'greedy' is not one of sequential, eager, adaptive"),
         ("--methods", "eager", "sequential must be among the methods"),
         ("--gpu", "a100-80gb,b9000", "unknown GPU 'b9000'"),
-        ("--context-length", "0", "0 is not in the range x>=1"),
         ("--engine", "imagined", "'imagined' is not one of virtual, real"),
         (
             "--concurrency",
