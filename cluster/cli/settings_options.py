@@ -1,6 +1,6 @@
 """Commands whose options are the fields of a pydantic model.
 
-A field's description is the option's help, its type decides how the text is read and which values
+A field's docstring is the option's help, its type decides how the text is read and which values
 are refused, and its name is the option's: `sample_s` is a duration `--sample`. A tuple is a
 comma-separated list, a list an option that may be repeated. Options that are not given are not
 passed, so the model's own defaults apply.
@@ -121,7 +121,7 @@ def _option(
 ) -> tuple[Any, Any]:
     """Return the type that typer reads for a field, and its option."""
     kind: Any = info.annotation
-    help_text, metadata = info.description or "", info.metadata
+    help_text, metadata = " ".join((info.description or "").split()), info.metadata
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (each for each in get_args(kind) if each is not type(None))
         if get_origin(kind) is Annotated:

@@ -19,12 +19,14 @@ from apar_core.step_costs.predict import kv_tokens, step_costs
 
 
 class Settings(BaseModel):
-    """Settings of one command; the descriptions of its fields are the help of its options.
+    """Settings of one command; the docstrings of its fields are the help of its options.
 
     points: fields in which the runs of one folder may differ.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     points: ClassVar[frozenset[str]] = frozenset()
 

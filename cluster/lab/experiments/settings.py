@@ -142,44 +142,36 @@ def limit_of(model: str) -> int:
 class ExperimentSettings(Settings):
     """Models, devices, workload, limits, methods, and the points of the figures."""
 
-    engine: Literal["virtual", "real"] = Field(
-        "virtual",
-        description="virtual: predict the times on --gpu; real: run --model on this machine.",
-    )
-    models: tuple[str, ...] = Field(
-        ("llama-7b",),
-        min_length=1,
-        description="Models: llama-7b, llama-13b, llama-3-8b, llama-3-70b, a preset, a checkpoint "
-        "folder or a config.json.",
-    )
-    gpus: GpuNames = Field(
-        ("a100-80gb",),
-        min_length=1,
-        description="GPUs to predict for, such as a100-80gb, h100, h200, l40s, l4.",
-    )
-    tensor_parallel: PositiveInt = Field(1, description="GPUs per engine.")
-    costs: FilePath | None = Field(
-        None,
-        description="Step costs from `apar experiment calibrate`, in place of predicted ones.",
-    )
+    engine: Literal["virtual", "real"] = "virtual"
+    """virtual: predict the times on --gpu; real: run --model on this machine."""
+    models: tuple[str, ...] = Field(("llama-7b",), min_length=1)
+    """Models: llama-7b, llama-13b, llama-3-8b, llama-3-70b, a preset, a checkpoint folder or a
+    config.json.
+    """
+    gpus: GpuNames = Field(("a100-80gb",), min_length=1)
+    """GPUs to predict for, such as a100-80gb, h100, h200, l40s, l4."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs per engine."""
+    costs: FilePath | None = None
+    """Step costs from `apar experiment calibrate`, in place of predicted ones."""
     trace: Path = Field(description=TRACE)
     mixed_trace: Path | None = Field(None, description=MIXED_TRACE)
-    quick: bool = Field(False, description="Few answers and points: takes two minutes.")
-    answers: PositiveInt = Field(
-        1000,
-        description="Number of requests: a trace with fewer answers is repeated, one with more "
-        "sampled.",
-    )
+    quick: bool = False
+    """Few answers and points: takes two minutes."""
+    answers: PositiveInt = 1000
+    """Number of requests: a trace with fewer answers is repeated, one with more sampled."""
     max_tokens: PositiveInt = Field(2048, description=CONTEXT_LENGTH)
-    seed: NonNegativeInt = Field(0, description="Random seed.")
-    kv_tokens: PositiveInt | None = Field(None, description="Tokens of the whole KV cache.")
-    block_size: PositiveInt = Field(16, description="Tokens per KV-cache block.")
-    max_requests: PositiveInt | None = Field(None, description="Limit on concurrent requests.")
+    seed: NonNegativeInt = 0
+    """Random seed."""
+    kv_tokens: PositiveInt | None = None
+    """Tokens of the whole KV cache."""
+    block_size: PositiveInt = 16
+    """Tokens per KV-cache block."""
+    max_requests: PositiveInt | None = None
+    """Limit on concurrent requests."""
     kv_shares: tuple[KvShare, ...] = Field((0.1, 0.2, 0.3, 0.5, 0.7, 0.9), description=KV_SHARES)
-    concurrencies: tuple[PositiveInt, ...] = Field(
-        (1, 2, 4, 8, 16, 32, 64, 128, 180, 256, 350),
-        description="Numbers of concurrent requests in figure 5b, up to --max-requests.",
-    )
+    concurrencies: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 180, 256, 350)
+    """Numbers of concurrent requests in figure 5b, up to --max-requests."""
     methods: tuple[str, ...] = Field(
         FIGURE_METHODS,
         description=f"Methods to compare: {', '.join(METHODS)}.",
@@ -187,21 +179,16 @@ class ExperimentSettings(Settings):
     )
     peer_methods: tuple[str, ...] = PEER_METHODS
     peer_shares: tuple[KvShare, ...] = (0.3, 0.9)
-    rounds: PositiveInt = Field(
-        1, description="Repeats of each run of a real engine; medians are compared."
-    )
-    sample_s: PositiveFloat = Field(3.0, description="Time between samples.")
-    token_time_multiple: PositiveFloat = Field(
-        2.0,
-        description="Time per token that the adaptive policy keeps to, in mean steps of "
-        "sequential decoding.",
-    )
-    growth_reserve_tokens: NonNegativeInt = Field(
-        8, description="KV cache that our methods keep free for each running thread (tokens)."
-    )
-    is_async: bool = Field(
-        True, description="Schedule ahead in virtual time, as vLLM does on GPUs."
-    )
+    rounds: PositiveInt = 1
+    """Repeats of each run of a real engine; medians are compared."""
+    sample_s: PositiveFloat = 3.0
+    """Time between samples."""
+    token_time_multiple: PositiveFloat = 2.0
+    """Time per token that the adaptive policy keeps to, in mean steps of sequential decoding."""
+    growth_reserve_tokens: NonNegativeInt = 8
+    """KV cache that our methods keep free for each running thread (tokens)."""
+    is_async: bool = True
+    """Schedule ahead in virtual time, as vLLM does on GPUs."""
     engine_args: EngineArguments = Field({}, description=ENGINE_ARGS)
 
     @model_validator(mode="before")
@@ -348,23 +335,19 @@ class FamilyAttentionSettings(ExperimentSettings):
     """
 
     models: tuple[str, ...] = Field(
-        ("llama-7b", "llama-13b", "llama-3-8b", "llama-3-70b:4"),
-        min_length=1,
-        description="Models, those on several GPUs as NAME:GPUS.",
+        ("llama-7b", "llama-13b", "llama-3-8b", "llama-3-70b:4"), min_length=1
     )
-    gpus: GpuNames = Field(
-        ("a100-80gb", "h100", "h200"), min_length=1, description="GPUs to predict for."
-    )
+    """Models, those on several GPUs as NAME:GPUS."""
+    gpus: GpuNames = Field(("a100-80gb", "h100", "h200"), min_length=1)
+    """GPUs to predict for."""
     kv_shares: tuple[KvShare, ...] = Field(
         (0.1, 0.3, 0.5, 0.9), min_length=1, description=KV_SHARES
     )
-    concurrencies: tuple[PositiveInt, ...] = Field(
-        (1, 8, 32, 128, 350), description="Numbers of concurrent requests in closed loops."
-    )
+    concurrencies: tuple[PositiveInt, ...] = (1, 8, 32, 128, 350)
+    """Numbers of concurrent requests in closed loops."""
     closed_kv_tokens: PositiveInt = 98_304
-    system_tokens: NonNegativeInt = Field(
-        512, description="Length of a system prompt that requests share (tokens)."
-    )
+    system_tokens: NonNegativeInt = 512
+    """Length of a system prompt that requests share (tokens)."""
     system_share: KvShare = 0.3
 
     @field_validator("models")
@@ -396,24 +379,25 @@ class JoinSettings(Settings):
 
     points: ClassVar = frozenset({"concurrency", "round_trips_ms"})
 
-    trace: Path | None = Field(
-        None,
-        description="Recorded answers, one JSON object per line, with prompt and response "
-        "(default: those of the embedded model's corpus).",
-    )
-    model: KnownModel = Field("llama-7b", description="Model to predict for.")
-    gpu: GpuName = Field("a100-80gb", description="GPU to predict for.")
-    concurrency: tuple[PositiveInt, ...] = Field(
-        (1, 8, 32, 128), description="Numbers of concurrent requests."
-    )
-    round_trips_ms: tuple[NonNegativeFloat, ...] = Field(
-        (0.0, 10.0),
-        description="Times between the end of a client's request and the start of its next (ms).",
-    )
-    answers: PositiveInt = Field(512, description="Maximum number of answers.")
+    trace: Path | None = None
+    """Recorded answers, one JSON object per line, with prompt and response (default: those of the
+    embedded model's corpus).
+    """
+    model: KnownModel = "llama-7b"
+    """Model to predict for."""
+    gpu: GpuName = "a100-80gb"
+    """GPU to predict for."""
+    concurrency: tuple[PositiveInt, ...] = (1, 8, 32, 128)
+    """Numbers of concurrent requests."""
+    round_trips_ms: tuple[NonNegativeFloat, ...] = (0.0, 10.0)
+    """Times between the end of a client's request and the start of its next (ms)."""
+    answers: PositiveInt = 512
+    """Maximum number of answers."""
     max_tokens: PositiveInt = 2048
-    kv_share: float = Field(0.9, ge=0.01, le=1, description="Share of the KV cache to run with.")
-    seed: NonNegativeInt = Field(0, description="Random seed.")
+    kv_share: float = Field(0.9, ge=0.01, le=1)
+    """Share of the KV cache to run with."""
+    seed: NonNegativeInt = 0
+    """Random seed."""
 
 
 class SchedulerCostSettings(Settings):
@@ -422,19 +406,21 @@ class SchedulerCostSettings(Settings):
     points: ClassVar = frozenset({"repeats"})
 
     trace: Path = Field(description=TRACE)
-    model: KnownModel = Field("llama-7b", description="Model whose KV cache the engines have.")
-    gpu: GpuName = Field("a100-80gb", description="GPU whose memory they have.")
-    answers: PositiveInt = Field(948, description="Number of answers; a shorter trace is repeated.")
-    concurrency: PositiveInt = Field(350, description="Number of concurrent requests.")
-    kv_share: float = Field(0.9, ge=0.01, le=1, description="Share of the KV cache to run with.")
-    streams: bool = Field(
-        False,
-        description="Stream text and count statistics as a server does, instead of returning "
-        "token ids at the end.",
-    )
-    repeats: PositiveInt = Field(
-        3, description="Repeats of each run; a later run with more adds the missing ones."
-    )
+    model: KnownModel = "llama-7b"
+    """Model whose KV cache the engines have."""
+    gpu: GpuName = "a100-80gb"
+    """GPU whose memory they have."""
+    answers: PositiveInt = 948
+    """Number of answers; a shorter trace is repeated."""
+    concurrency: PositiveInt = 350
+    """Number of concurrent requests."""
+    kv_share: float = Field(0.9, ge=0.01, le=1)
+    """Share of the KV cache to run with."""
+    streams: bool = False
+    """Stream text and count statistics as a server does, instead of returning token ids at the end.
+    """
+    repeats: PositiveInt = 3
+    """Repeats of each run; a later run with more adds the missing ones."""
 
 
 class ScaleOutSettings(Settings):
@@ -442,12 +428,14 @@ class ScaleOutSettings(Settings):
 
     trace: Path = Field(description=TRACE)
     model: str = Field("apar-tiny", description=MODEL, examples=list(PRESETS))
-    replicas: tuple[PositiveInt, ...] = Field(
-        (1, 2), min_length=1, description="Numbers of replicas to serve with."
-    )
-    answers: PositiveInt = Field(96, description="Number of answers per repeat.")
-    concurrency: PositiveInt = Field(32, description="Number of concurrent requests.")
-    repeats: PositiveInt = Field(3, description="Repeats of the load.")
+    replicas: tuple[PositiveInt, ...] = Field((1, 2), min_length=1)
+    """Numbers of replicas to serve with."""
+    answers: PositiveInt = 96
+    """Number of answers per repeat."""
+    concurrency: PositiveInt = 32
+    """Number of concurrent requests."""
+    repeats: PositiveInt = 3
+    """Repeats of the load."""
 
 
 class MeasuredEngine(Settings):
@@ -457,12 +445,10 @@ class MeasuredEngine(Settings):
 
     model: str = Field("apar-tiny", description=MODEL, examples=list(PRESETS))
     repeats: PositiveInt = 3
-    random_weights: str | None = Field(
-        None,
-        description="Dimensions of a model that gets random weights, in place of --model: "
-        "llama-7b, llama-13b, llama-3-8b, or a config.json. Step times do not depend on the "
-        "weights.",
-    )
+    random_weights: str | None = None
+    """Dimensions of a model that gets random weights, in place of --model: llama-7b, llama-13b,
+    llama-3-8b, or a config.json. Step times do not depend on the weights.
+    """
     engine: EngineArguments = Field({}, description=ENGINE_ARGS)
 
     def with_weights(self, folder: Path) -> Self:
@@ -484,21 +470,16 @@ class Grid(MeasuredEngine):
     prefill: tokens of a prompt that is computed in the same step as the rows.
     """
 
-    rows: Ascending = Field(
-        (1, 2, 4, 8, 16, 32, 64, 128),
-        description="Numbers of rows (threads per step), two or more.",
-    )
-    contexts: Ascending = Field(
-        (64, 256, 1024), min_length=1, description="Tokens that each row attends to."
-    )
-    prefill: Ascending = Field(
-        (16, 64, 256, 1024),
-        description="Tokens of a prompt that is computed beside the rows.",
-    )
-    steps: int = Field(12, ge=2, description="Decoding steps at each point and repeat.")
-    repeats: PositiveInt = Field(
-        3, description="Passes over the grid; a later run with more adds them."
-    )
+    rows: Ascending = (1, 2, 4, 8, 16, 32, 64, 128)
+    """Numbers of rows (threads per step), two or more."""
+    contexts: Ascending = Field((64, 256, 1024), min_length=1)
+    """Tokens that each row attends to."""
+    prefill: Ascending = (16, 64, 256, 1024)
+    """Tokens of a prompt that is computed beside the rows."""
+    steps: int = Field(12, ge=2)
+    """Decoding steps at each point and repeat."""
+    repeats: PositiveInt = 3
+    """Passes over the grid; a later run with more adds them."""
 
     @field_validator("rows")
     @classmethod
@@ -521,13 +502,14 @@ class ValidationSettings(MeasuredEngine):
     """
 
     trace: Path = Field(description=TRACE)
-    answers: PositiveInt = Field(32, description="Answers of a run, drawn at random.")
+    answers: PositiveInt = 32
+    """Answers of a run, drawn at random."""
     max_tokens: PositiveInt = Field(600, description=CONTEXT_LENGTH)
-    limits: Ascending = Field((2, 8), min_length=1, description="Limits on concurrent requests.")
+    limits: Ascending = Field((2, 8), min_length=1)
+    """Limits on concurrent requests."""
     kv_shares: tuple[KvShare, ...] = Field((1.0, 0.4), min_length=1, description=KV_SHARES)
-    repeats: PositiveInt = Field(
-        3, description="Repeats of each run; the least time of each step counts."
-    )
+    repeats: PositiveInt = 3
+    """Repeats of each run; the least time of each step counts."""
 
     @property
     def grid(self) -> Grid:

@@ -84,34 +84,26 @@ class Case(NamedTuple):
 class ReplicaSettings(Settings):
     """Engines of a model on a GPU, and recorded answers and arrivals to load them with."""
 
-    trace: list[FilePath] = Field(
-        description="Recorded answers: JSON lines with `prompt` and `response`. Repeatable."
-    )
-    model: KnownModel = Field(
-        "llama-7b",
-        description="llama-7b, llama-13b, llama-3-8b, llama-3-70b, a checkpoint folder or a "
-        "config.json.",
-    )
-    gpu: GpuName = Field("a100-80gb", description="GPU, such as a100-80gb, h100 or l4.")
-    tensor_parallel: PositiveInt = Field(1, description="GPUs per replica.")
-    costs: FilePath | None = Field(
-        None,
-        description="Step costs measured by `apar experiment calibrate`, instead of the "
-        "predicted ones.",
-    )
-    attention: Literal["ordinary", "family"] = Field(
-        "ordinary",
-        description="ordinary, or family: threads of a request read shared KV blocks once.",
-    )
-    kv_tokens: PositiveInt | None = Field(
-        None, description="KV cache per replica (tokens; default: what fits beside the weights)."
-    )
-    concurrency: PositiveInt = Field(350, description="Limit on the running requests of a replica.")
-    arrivals: FilePath | None = Field(
-        None,
-        description="Recorded arrivals: a table with TIMESTAMP and ContextTokens, compressed to "
-        "the rate (default: a Poisson process).",
-    )
+    trace: list[FilePath]
+    """Recorded answers: JSON lines with `prompt` and `response`. Repeatable."""
+    model: KnownModel = "llama-7b"
+    """llama-7b, llama-13b, llama-3-8b, llama-3-70b, a checkpoint folder or a config.json."""
+    gpu: GpuName = "a100-80gb"
+    """GPU, such as a100-80gb, h100 or l4."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs per replica."""
+    costs: FilePath | None = None
+    """Step costs measured by `apar experiment calibrate`, instead of the predicted ones."""
+    attention: Literal["ordinary", "family"] = "ordinary"
+    """ordinary, or family: threads of a request read shared KV blocks once."""
+    kv_tokens: PositiveInt | None = None
+    """KV cache per replica (tokens; default: what fits beside the weights)."""
+    concurrency: PositiveInt = 350
+    """Limit on the running requests of a replica."""
+    arrivals: FilePath | None = None
+    """Recorded arrivals: a table with TIMESTAMP and ContextTokens, compressed to the rate (default:
+    a Poisson process).
+    """
 
     @cached_property
     def device(self) -> ModelOnGpu:
@@ -150,49 +142,44 @@ class SimulationSettings(ReplicaSettings):
     load reports; None: the product's.
     """
 
-    replicas: tuple[PositiveInt, ...] = Field((8,), description="Numbers of replicas at the start.")
+    replicas: tuple[PositiveInt, ...] = (8,)
+    """Numbers of replicas at the start."""
     router: tuple[RoutingPolicy, ...] = Field(
         (RoutingPolicy.THREADS,),
         description=f"Routing policies to compare: {', '.join(RoutingPolicy)}.",
     )
-    fork_policy: tuple[Literal["eager", "adaptive", "off"], ...] = Field(
-        ("eager",), description="Fork policies to compare: eager, adaptive, off."
-    )
-    token_time_s: PositiveFloat = Field(
-        0.05, description="Target time per token of the adaptive fork policy."
-    )
-    gateways: PositiveInt = Field(1, description="Number of gateways.")
-    rate: tuple[PositiveFloat, ...] = Field(
-        (), description="Requests per second of the whole cluster."
-    )
-    load: tuple[PositiveFloat, ...] = Field(
-        (0.85,),
-        description="Instead of --rate: shares of the rate at which saturated replicas end "
-        "requests.",
-    )
-    duration_s: float = Field(60.0, ge=1, description="Time in which requests arrive.")
-    surge: float = Field(
-        1.0, ge=0.01, description="Multiple of the rate in the middle third of the duration."
-    )
-    seeds: PositiveInt = Field(1, description="Runs of each case.")
-    slow: NonNegativeInt = Field(0, description="Number of slow replicas.")
-    slowness: float = Field(2.0, ge=1, description="Factor on their step costs.")
-    kill: list[Moment] = Field(
-        [], description="Time at which a replica dies, such as 20s. Repeatable."
-    )
-    join: list[Moment] = Field(
-        [], description="Time at which a further replica serves. Repeatable."
-    )
-    start_delay_s: NonNegativeFloat = Field(60.0, description="Time that a replica takes to start.")
-    autoscale: Annotated[tuple[int, int], BeforeValidator(_read_bounds)] | None = Field(
-        None, description="Let the number of replicas follow the load, within MIN-MAX."
-    )
-    target_threads: tuple[Annotated[float, Field(ge=1)], ...] = Field(
-        (), description="With --autoscale: threads per replica to aim at."
-    )
-    catch_up: tuple[NonNegativeFloat, ...] = Field(
-        (), description="With --autoscale: values of `catch_up_s` (seconds)."
-    )
+    fork_policy: tuple[Literal["eager", "adaptive", "off"], ...] = ("eager",)
+    """Fork policies to compare: eager, adaptive, off."""
+    token_time_s: PositiveFloat = 0.05
+    """Target time per token of the adaptive fork policy."""
+    gateways: PositiveInt = 1
+    """Number of gateways."""
+    rate: tuple[PositiveFloat, ...] = ()
+    """Requests per second of the whole cluster."""
+    load: tuple[PositiveFloat, ...] = (0.85,)
+    """Instead of --rate: shares of the rate at which saturated replicas end requests."""
+    duration_s: float = Field(60.0, ge=1)
+    """Time in which requests arrive."""
+    surge: float = Field(1.0, ge=0.01)
+    """Multiple of the rate in the middle third of the duration."""
+    seeds: PositiveInt = 1
+    """Runs of each case."""
+    slow: NonNegativeInt = 0
+    """Number of slow replicas."""
+    slowness: float = Field(2.0, ge=1)
+    """Factor on their step costs."""
+    kill: list[Moment] = Field([])
+    """Time at which a replica dies, such as 20s. Repeatable."""
+    join: list[Moment] = Field([])
+    """Time at which a further replica serves. Repeatable."""
+    start_delay_s: NonNegativeFloat = 60.0
+    """Time that a replica takes to start."""
+    autoscale: Annotated[tuple[int, int], BeforeValidator(_read_bounds)] | None = None
+    """Let the number of replicas follow the load, within MIN-MAX."""
+    target_threads: tuple[Annotated[float, Field(ge=1)], ...] = ()
+    """With --autoscale: threads per replica to aim at."""
+    catch_up: tuple[NonNegativeFloat, ...] = ()
+    """With --autoscale: values of `catch_up_s` (seconds)."""
     first_token_s: float | None = None
     report_period_s: float | None = None
 
@@ -262,30 +249,31 @@ class Objective(NamedTuple):
 class GoodputSettings(ReplicaSettings):
     """What is searched: SLOs, methods, and the size of a run."""
 
-    replicas: PositiveInt = Field(1, description="Number of replicas.")
+    replicas: PositiveInt = 1
+    """Number of replicas."""
     slo: list[str] = Field(
         [
             *(f"ttft=1s,tpot={multiple:g}x" for multiple in (0.75, 1.5, 3)),
             *(f"ttft=1s,tpot=3x,silence={multiple:g}x" for multiple in (5, 10)),
-        ],
-        description="Limits that a request must keep, such as ttft=1s,tpot=1.5x; x is the step "
-        "time of a request that runs alone. Times: ttft, tpot, path, tbt, silence, e2e. "
-        "Repeatable (default: tpot of 0.75x, 1.5x and 3x, and 3x with silence of 5x and 10x, "
-        "each with ttft=1s).",
+        ]
     )
-    methods: tuple[Literal["off", "paced", "eager", "adaptive"], ...] = Field(
-        ("off", "paced", "eager", "adaptive"),
-        description="Methods to compare: off (no forks), paced (no forks, but the adaptive "
-        "policy), eager, adaptive.",
+    """Limits that a request must keep, such as ttft=1s,tpot=1.5x; x is the step time of a request
+    that runs alone. Times: ttft, tpot, path, tbt, silence, e2e. Repeatable (default: tpot of 0.75x,
+    1.5x and 3x, and 3x with silence of 5x and 10x, each with ttft=1s).
+    """
+    methods: tuple[Literal["off", "paced", "eager", "adaptive"], ...] = (
+        "off",
+        "paced",
+        "eager",
+        "adaptive",
     )
-    share: float = Field(
-        0.95, ge=0.01, le=1, description="Share of the requests that must meet the SLO."
-    )
-    requests: int = Field(
-        1000,
-        ge=50,
-        description="Number of requests of a run, per replica; a run lasts at least 60 s.",
-    )
+    """Methods to compare: off (no forks), paced (no forks, but the adaptive policy), eager,
+    adaptive.
+    """
+    share: float = Field(0.95, ge=0.01, le=1)
+    """Share of the requests that must meet the SLO."""
+    requests: int = Field(1000, ge=50)
+    """Number of requests of a run, per replica; a run lasts at least 60 s."""
 
     @cached_property
     def base(self) -> SimulationSettings:

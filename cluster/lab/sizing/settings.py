@@ -44,96 +44,77 @@ _SHORTEST_S = 1e-6
 class PlanSettings(Settings):
     """Everything that a plan depends on."""
 
-    rate: PositiveFloat | None = Field(None, description="Requests per second.")
-    users: PositiveInt | None = Field(
-        None, description="Instead of --rate: users who send their next request after the answer."
-    )
-    think_time_s: NonNegativeFloat = Field(
-        0.0, description="With --users: time between an answer and the next request."
-    )
-    prompt_tokens: float = Field(140, ge=1, description="Mean length of a prompt (tokens).")
-    answer_tokens: float = Field(300, ge=1, description="Mean length of an answer (tokens).")
+    rate: PositiveFloat | None = None
+    """Requests per second."""
+    users: PositiveInt | None = None
+    """Instead of --rate: users who send their next request after the answer."""
+    think_time_s: NonNegativeFloat = 0.0
+    """With --users: time between an answer and the next request."""
+    prompt_tokens: float = Field(140, ge=1)
+    """Mean length of a prompt (tokens)."""
+    answer_tokens: float = Field(300, ge=1)
+    """Mean length of an answer (tokens)."""
     forks: str = Field("mixed", description=f"How answers fork: {', '.join(PROFILES)}.")
-    trace: Path | None = Field(
-        None,
-        description="Recorded answers: JSON lines with `prompt` and `response`. Replaces the "
-        "lengths and --forks.",
-    )
-    arrivals: Path | None = Field(
-        None,
-        description="Recorded arrival times, scaled to each rate: CSV with TIMESTAMP, or seconds "
-        "(default: Poisson arrivals).",
-    )
-    first_token_s: float = Field(2.0, ge=_SHORTEST_S, description="Time to the first token.")
-    token_s: float | None = Field(
-        None,
-        ge=_SHORTEST_S,
-        description="Time per token after the first, on the critical path of the answer.",
-    )
-    latency_s: float | None = Field(
-        None, ge=_SHORTEST_S, description="Time to the end of the answer."
-    )
-    headroom: float = Field(
-        0.2, ge=0, description="Growth of the load to plan for, as a share of it."
-    )
-    spare: NonNegativeInt = Field(1, description="Replicas that may be missing, as in a rollout.")
+    trace: Path | None = None
+    """Recorded answers: JSON lines with `prompt` and `response`. Replaces the lengths and --forks.
+    """
+    arrivals: Path | None = None
+    """Recorded arrival times, scaled to each rate: CSV with TIMESTAMP, or seconds (default: Poisson
+    arrivals).
+    """
+    first_token_s: float = Field(2.0, ge=_SHORTEST_S)
+    """Time to the first token."""
+    token_s: float | None = Field(None, ge=_SHORTEST_S)
+    """Time per token after the first, on the critical path of the answer."""
+    latency_s: float | None = Field(None, ge=_SHORTEST_S)
+    """Time to the end of the answer."""
+    headroom: float = Field(0.2, ge=0)
+    """Growth of the load to plan for, as a share of it."""
+    spare: NonNegativeInt = 1
+    """Replicas that may be missing, as in a rollout."""
     model: str = Field(
         "apar-7b",
         description=f"Preset ({', '.join(PRESETS)}), checkpoint folder or Hugging Face name. Or "
         "llama-7b, llama-13b, llama-3-8b, llama-3-70b or a config.json.",
         examples=list(PRESETS),
     )
-    dtype: str = Field(
-        "auto", description="Data type of the weights, such as float32 or bfloat16, or auto."
-    )
-    max_model_len: int | None = Field(
-        None, ge=16, description="Context length to serve (tokens; default: the model's)."
-    )
+    dtype: str = "auto"
+    """Data type of the weights, such as float32 or bfloat16, or auto."""
+    max_model_len: int | None = Field(None, ge=16)
+    """Context length to serve (tokens; default: the model's)."""
     gpu: tuple[str, ...] = Field(
         ("a100-80gb",),
         description=f"GPUs to compare: {', '.join(GPUS)}. Another name, or cpu, needs --costs and "
         "--kv-tokens.",
     )
-    tensor_parallel: PositiveInt = Field(1, description="GPUs per replica.")
-    gpu_memory_utilization: float = Field(
-        0.9, ge=0.01, le=1, description="Share of a GPU's memory for vLLM."
-    )
-    prices: tuple[NonNegativeFloat, ...] = Field(
-        (),
-        description="Price per GPU and hour, one for each --gpu. The recommendation is then the "
-        "cheapest, not the one with the fewest GPUs.",
-    )
-    costs: Path | None = Field(
-        None,
-        description="Step costs as `apar experiment calibrate` writes them; replaces the tables.",
-    )
-    kv_tokens: int | None = Field(
-        None,
-        ge=16,
-        description="Tokens of KV cache per replica, as vLLM prints at its start (default: "
-        "computed from the memory).",
-    )
-    block_size: PositiveInt | None = Field(
-        None, description="Tokens per KV-cache block. Default: 16, with cpu 32."
-    )
-    attention: Literal["ordinary", "family"] = Field(
-        "ordinary",
-        description="ordinary, or family: threads of a request read shared KV blocks once.",
-    )
-    caps: tuple[PositiveInt, ...] = Field(
-        (),
-        description="Limits on concurrent requests to try (default: the largest that keeps "
-        "--token and fits into the KV cache, and 60% of it).",
-    )
-    requests: int = Field(
-        400,
-        ge=100,
-        description="Requests measured in a run of the search; the last run has 2.5 times as many.",
-    )
-    seed: NonNegativeInt = Field(0, description="Random seed.")
-    min_replicas: PositiveInt | None = Field(
-        None, description="Configure autoscaling down to this number of replicas."
-    )
+    tensor_parallel: PositiveInt = 1
+    """GPUs per replica."""
+    gpu_memory_utilization: float = Field(0.9, ge=0.01, le=1)
+    """Share of a GPU's memory for vLLM."""
+    prices: tuple[NonNegativeFloat, ...] = ()
+    """Price per GPU and hour, one for each --gpu. The recommendation is then the cheapest, not the
+    one with the fewest GPUs.
+    """
+    costs: Path | None = None
+    """Step costs as `apar experiment calibrate` writes them; replaces the tables."""
+    kv_tokens: int | None = Field(None, ge=16)
+    """Tokens of KV cache per replica, as vLLM prints at its start (default: computed from the
+    memory).
+    """
+    block_size: PositiveInt | None = None
+    """Tokens per KV-cache block. Default: 16, with cpu 32."""
+    attention: Literal["ordinary", "family"] = "ordinary"
+    """ordinary, or family: threads of a request read shared KV blocks once."""
+    caps: tuple[PositiveInt, ...] = ()
+    """Limits on concurrent requests to try (default: the largest that keeps --token and fits into
+    the KV cache, and 60% of it).
+    """
+    requests: int = Field(400, ge=100)
+    """Requests measured in a run of the search; the last run has 2.5 times as many."""
+    seed: NonNegativeInt = 0
+    """Random seed."""
+    min_replicas: PositiveInt | None = None
+    """Configure autoscaling down to this number of replicas."""
 
     @field_validator("forks")
     @classmethod
