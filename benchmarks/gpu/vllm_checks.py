@@ -27,7 +27,7 @@ from benchmarks.gpu.torch_checks import CheckError, Found, Setup, own_answers, r
 
 if TYPE_CHECKING:
     from apar_core.engine.offline_engine import OfflineEngine
-    from cluster.lab.experiments.validate import ValidationSettings
+    from cluster.lab.experiments.settings import ValidationSettings
 
 _FORK, _TEXT = -1, 300
 # A tree whose tokens are forced: forks beside each other and in one another.
@@ -296,7 +296,7 @@ def replay_settings(setup: Setup, engine: Mapping[str, Any]) -> ValidationSettin
 
     engine: arguments that `engine` has found.
     """
-    from cluster.lab.experiments.validate import ValidationSettings
+    from cluster.lab.experiments.settings import ValidationSettings
 
     own: dict[str, Any] = {"answers": 600, "max_tokens": 2048, "limits": (350,)}
     if setup.is_tiny:
@@ -429,7 +429,8 @@ def _replayed(setup: Setup, arguments: Mapping[str, Any], *, has_one_run: bool =
 
 def predictions(setup: Setup) -> Found:
     """Predict the runs of `replay` in virtual time, and report the errors. Needs no GPU."""
-    from cluster.lab.experiments.validate import ValidationSettings, validate
+    from cluster.lab.experiments.settings import ValidationSettings
+    from cluster.lab.experiments.validate import validate
 
     base = setup.results["replay"]
     folder = setup.work / "replay"

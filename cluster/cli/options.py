@@ -24,10 +24,6 @@ Item = TypeVar("Item")
 
 # The help of options that a command shows in a panel of its own, and so defines itself.
 MODEL_HELP = f"Preset ({', '.join(PRESETS)}), checkpoint folder or Hugging Face name."
-DTYPE_HELP = "Data type of the weights, such as float32 or bfloat16, or auto."
-TRACE_HELP = "Recorded answers: JSON lines with `prompt` and `response`."
-BLOCK_SIZE_HELP = "Tokens per KV-cache block."
-CONTEXT_LENGTH_HELP = "Leave out answers longer than this with their prompt (tokens)."
 
 
 DECODERS = (
@@ -82,7 +78,7 @@ ModelName = Annotated[
 TargetKeyEnv = Annotated[str, typer.Option(help="Environment variable with the target's API key.")]
 Trace = Annotated[
     Path,
-    typer.Option(help=TRACE_HELP, dir_okay=False),
+    typer.Option(help="Recorded answers: JSON lines with `prompt` and `response`.", dir_okay=False),
 ]
 Prompts = Annotated[
     str,
@@ -164,10 +160,14 @@ Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 MaxTokens = Annotated[
     int, typer.Option(min=1, help="Limit on generated tokens per answer, all threads together.")
 ]
-ContextLength = Annotated[int | None, typer.Option(min=1, help=CONTEXT_LENGTH_HELP)]
-BlockSize = Annotated[int | None, typer.Option(min=1, help=BLOCK_SIZE_HELP)]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(min=1, help="Leave out answers longer than this with their prompt (tokens)."),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
-Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
+Dtype = Annotated[
+    str, typer.Option(help="Data type of the weights, such as float32 or bfloat16, or auto.")
+]
 Metrics = Annotated[
     list[str] | None,
     typer.Option(
@@ -192,8 +192,17 @@ class Duration(float):
         return format_duration(self)
 
 
-def duration_option(*names: str, help: str, minimum: str = "0s", panel: str | None = None) -> Any:
-    """Return an option that takes a duration and gives the command plain seconds."""
+def duration_option(
+    *names: str,
+    help: str,
+    minimum: str = "0s",
+    panel: str | None = None,
+    default: str | bool = True,
+) -> Any:
+    """Return an option that takes a duration and gives the command plain seconds.
+
+    `default` is the default that `--help` shows; False shows none.
+    """
     least_s = parse_duration(minimum)
 
     def parse(value: str | float) -> float:
@@ -207,7 +216,14 @@ def duration_option(*names: str, help: str, minimum: str = "0s", panel: str | No
             raise typer.BadParameter(f"{value} is less than {minimum}")
         return seconds
 
-    return typer.Option(*names, parser=parse, metavar="DURATION", help=help, rich_help_panel=panel)
+    return typer.Option(
+        *names,
+        parser=parse,
+        metavar="DURATION",
+        help=help,
+        rich_help_panel=panel,
+        show_default=default,
+    )
 
 
 class CommaList(tuple[Item, ...]):
@@ -221,6 +237,7 @@ def list_option(
     minimum: float | None = None,
     choices: Sequence[str] = (),
     default: str | bool = True,
+    panel: str | None = None,
 ) -> Any:
     """Return an option that takes a comma-separated list of values.
 
@@ -255,6 +272,7 @@ def list_option(
         help=help,
         show_default=default,
         autocompletion=complete,
+        rich_help_panel=panel,
     )
 
 

@@ -1,7 +1,7 @@
 """Worker processes for a grid of tasks, such as runs in virtual time.
 
-A worker is an object with a method `run(*task)`. Each process creates one and keeps it, because an
-engine or recorded data takes seconds to load.
+A worker is a function of a task, or an object with the methods `run(*task)` and `close()`. Each
+process creates one and keeps it, because an engine or recorded data takes seconds to load.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from multiprocessing import get_context, parent_process
-from typing import Any, Protocol
+from typing import Any
 
 
 @contextmanager
@@ -35,30 +35,22 @@ def worker_pool(
     pool.shutdown()
 
 
-class Worker(Protocol):
-    """Runs tasks; created once per process."""
-
-    def run(self, *task: Any) -> Any:
-        """Run one task."""
-
-    def close(self) -> None:
-        """Free resources at the end of a grid; called only if it runs in this process."""
-
-
 Grid = Callable[[Sequence[tuple[Any, ...]]], Iterator[tuple[tuple[Any, ...], Any]]]
 """Runs tasks and yields (task, result) pairs as they complete."""
 
 
 @contextmanager
-def grid(workers: int, make: Callable[..., Worker], *args: Any) -> Iterator[Grid]:
+def grid(workers: int, make: Callable[..., Any], *args: Any) -> Iterator[Grid]:
     """Provide a grid of `workers` processes, each with a worker `make(*args)`.
 
     With one worker, tasks run in this process; otherwise arguments, tasks and results are pickled.
     An exception in a task ends the grid, as in `worker_pool`.
     """
     if workers == 1:
-        with closing(make(*args)) as worker:
-            yield lambda tasks: ((task, worker.run(*task)) for task in tasks)
+        worker = make(*args)
+        run_one = getattr(worker, "run", worker)
+        with closing(worker) if hasattr(worker, "close") else nullcontext():
+            yield lambda tasks: ((task, run_one(*task)) for task in tasks)
         return
     with worker_pool(workers, _make_worker, make, args) as pool:
 
@@ -71,18 +63,17 @@ def grid(workers: int, make: Callable[..., Worker], *args: Any) -> Iterator[Grid
         yield run
 
 
-_worker: Worker | None = None
+_worker: Any = None
 """The worker of this pool process."""
 
 
-def _make_worker(make: Callable[..., Worker], args: tuple[Any, ...]) -> None:
+def _make_worker(make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _worker
     _worker = make(*args)
 
 
 def _run(task: tuple[Any, ...]) -> Any:
-    assert _worker is not None
-    return _worker.run(*task)
+    return getattr(_worker, "run", _worker)(*task)
 
 
 def _prepare(start: Callable[..., object] | None, start_args: tuple[Any, ...]) -> None:

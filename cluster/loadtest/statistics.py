@@ -7,7 +7,7 @@ narrow (the tests measure both). Within a single run, requests are resampled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,27 +106,33 @@ Objectives = Mapping[str, float]
 """Maximum times in seconds, by name."""
 
 
-def parse_slo(text: str) -> Objectives:
+def parse_slo(
+    text: str, known: Collection[str] = tuple(REQUEST_TIMES), step_s: float | None = None
+) -> Objectives:
     """Parse objectives such as `ttft=2s,tpot=50ms,e2e=30s`.
 
+    With `step_s`, the step time of a request that runs alone, `tpot=1.5x` is a multiple of it.
     Raises EvaluationError for an unknown or repeated name, or a value without unit.
     """
     objectives: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
-        if name not in REQUEST_TIMES:
-            known = ", ".join(REQUEST_TIMES)
+        if name not in known:
             raise EvaluationError(
-                f"--slo {part!r}: unknown time {name!r}; known: {known}"
-                f"{did_you_mean(name, REQUEST_TIMES)}"
+                f"--slo {part!r}: unknown time {name!r}; known: {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
             )
         if name in objectives:
             raise EvaluationError(f"--slo {text!r}: {name} is repeated")
         try:
-            objectives[name] = parse_duration(value)
+            if step_s is not None and value.endswith("x"):
+                objectives[name] = float(value[:-1]) * step_s
+            else:
+                objectives[name] = parse_duration(value)
         except ValueError as error:
-            raise EvaluationError(f"--slo {part!r}: {error}") from error
-        if not objectives[name]:
+            multiple = "" if step_s is None else ", nor a multiple of the step time, such as 1.5x"
+            raise EvaluationError(f"--slo {part!r}: {error}{multiple}") from error
+        if not 0 < objectives[name] < math.inf:
             raise EvaluationError(f"--slo {part!r}: the time must be above 0")
     if not objectives:
         raise EvaluationError(f"--slo {text!r} contains no objective; example: ttft=2s")

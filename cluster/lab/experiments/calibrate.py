@@ -26,17 +26,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from scipy.optimize import nnls
 
 from apar_core.errors import EvaluationError
-from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Column, Report, ReportTable
+from apar_core.reporting import RUN_COLOURS, Report, ReportTable
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.step_costs.files import write_costs
 from apar_core.step_costs.fit import StepFit, fit_costs
 from cluster.lab.experiments.engine import replaying_engine
 from cluster.lab.experiments.parts import PartStore, StartStage
-from cluster.lab.experiments.settings import machine_name
+from cluster.lab.experiments.settings import Grid, machine_name
+from cluster.lab.plots import panels
+from cluster.lab.tables import Value, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,35 +56,6 @@ _LEAST_S = 1e-9
 # and of blocks that several threads read.
 _FORKING_ROWS, _FORKS, _CHILD_TOKENS = 8, 6, 40
 _FORKING_TOKENS = 400
-
-
-class Grid(BaseModel):
-    """The steps to measure, and the engine that runs them.
-
-    rows: sequences per step. contexts: tokens that each of them attends to at first.
-    prefill: tokens of a prompt that is computed in the same step as the rows.
-    steps: decoding steps per point and repeat. repeats: passes over the grid.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str
-    rows: tuple[PositiveInt, ...] = Field((1, 2, 4, 8, 16, 32, 64, 128), min_length=2)
-    contexts: tuple[PositiveInt, ...] = Field((64, 256, 1024), min_length=1)
-    prefill: tuple[PositiveInt, ...] = (16, 64, 256, 1024)
-    steps: PositiveInt = 12
-    repeats: PositiveInt = 3
-    engine: Mapping[str, Any] = Field({}, description="Additional arguments of vLLM's engine.")
-
-    @property
-    def knots(self) -> list[int]:
-        """Tokens per step at which the grid measures the time of matrix products."""
-        return sorted({*self.rows, *self.prefill})
-
-    def as_text(self) -> dict[str, str]:
-        """Return the settings to compare with those of an earlier run; repeats may be added."""
-        values = self.model_dump(mode="json", exclude={"repeats"})
-        return {name: str(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +163,7 @@ def calibrate(grid: Grid, folder: Path, start_stage: StartStage) -> Report:
 
     Raises EvaluationError for a folder with other settings, or a model that cannot be loaded.
     """
+    grid = grid.with_weights(folder)
     store = PartStore(folder, {**grid.as_text(), "machine": machine_name()})
     names = [
         (number, rows, context)
@@ -279,9 +252,10 @@ def _typical(samples: Sequence[StepSample]) -> list[tuple[StepBatch, float]]:
         kinds[(batch.rows, batch.copied_blocks, *map(_bucket, tokens))].append(sample)
     typical: list[tuple[StepBatch, float]] = []
     for (rows, copied, *_), found in kinds.items():
-        attended = round(statistics.fmean(sample.batch.attended_tokens for sample in found))
-        prefill = round(statistics.fmean(sample.batch.prefill_tokens for sample in found))
-        repeated = round(statistics.fmean(sample.batch.repeated_tokens for sample in found))
+        attended, prefill, repeated = (
+            round(statistics.fmean(getattr(sample.batch, name) for sample in found))
+            for name in ("attended_tokens", "prefill_tokens", "repeated_tokens")
+        )
         seconds = _mean_s([sample.device_s for sample in found])
         typical.append((StepBatch(rows, attended, prefill, copied, repeated), seconds))
     return typical
@@ -523,15 +497,8 @@ def _part(number: int, rows: int, context: int) -> str:
 def plain_sample(sample: StepSample) -> list[float | None]:
     """Return a sample as values for JSON."""
     batch = sample.batch
-    return [
-        batch.rows,
-        batch.attended_tokens,
-        batch.prefill_tokens,
-        batch.copied_blocks,
-        batch.repeated_tokens,
-        sample.device_s,
-        sample.host_s,
-    ]
+    counts = (batch.rows, batch.attended_tokens, batch.prefill_tokens, batch.copied_blocks)
+    return [*counts, batch.repeated_tokens, sample.device_s, sample.host_s]
 
 
 def read_samples(store: PartStore, part: str) -> list[StepSample]:
@@ -551,28 +518,17 @@ def _report(
     schedules_ahead: bool,
 ) -> Report:
     costs = fit.costs
-    decoding = _table(
-        "decoding",
-        "Decoding steps",
-        "context",
-        [
-            (rows, context, [each for each in found if not each.batch.prefill_tokens])
-            for (rows, context), found in points.items()
-        ],
-        costs,
-    )
-    prefill = _table(
-        "prefill",
-        f"Steps with a prompt beside rows of {min(grid.contexts)} tokens",
-        "prompt tokens",
-        [
-            (rows, tokens, [each for each in found if _computes_prompt(each, rows, tokens)])
-            for (rows, context), found in points.items()
-            if context == min(grid.contexts)
-            for tokens in grid.prefill
-        ],
-        costs,
-    )
+    decoding = [
+        (rows, context, [each for each in found if not each.batch.prefill_tokens])
+        for (rows, context), found in points.items()
+    ]
+    prefill = [
+        (rows, tokens, [each for each in found if _computes_prompt(each, rows, tokens)])
+        for (rows, context), found in points.items()
+        if context == min(grid.contexts)
+        for tokens in grid.prefill
+    ]
+    title = f"Steps with a prompt beside rows of {min(grid.contexts)} tokens"
     return Report(
         f"Step costs, measured: {costs.name}",
         {
@@ -588,8 +544,11 @@ def _report(
             "Engine core": f"{1e6 * costs.host_base_s:.0f} us per step and "
             f"{1e6 * costs.host_row_s:.1f} us per row",
         },
-        [decoding, prefill],
-        {"steps": _figure(points, costs)},
+        [
+            _table("decoding", "Decoding steps", "context", decoding, costs),
+            _table("prefill", title, "prompt tokens", prefill, costs),
+        ],
+        {"steps": _figure(decoding, costs)},
         {"costs": folder.joinpath(COSTS_FILE).name, "total_error": fit.total_error},
     )
 
@@ -606,63 +565,63 @@ def _computes_prompt(sample: StepSample, rows: int, tokens: int) -> bool:
     return sample.batch.rows == rows + 1 and sample.batch.prefill_tokens == tokens - 1
 
 
+Steps = tuple[int, int, Sequence[StepSample]]
+"""Samples with a number of rows, and a context or a length of a prompt."""
+
+
 def _table(
-    name: str,
-    title: str,
-    second: str,
-    groups: Sequence[tuple[int, int, Sequence[StepSample]]],
-    costs: StepCosts,
+    name: str, title: str, second: str, groups: Sequence[Steps], costs: StepCosts
 ) -> ReportTable:
-    rows = []
-    for first, other, samples in groups:
-        if not samples:
-            continue
-        measured = statistics.median(each.device_s for each in samples)
-        fitted = statistics.median(costs.device_s(each.batch) for each in samples)
+    def host_ms(samples: Sequence[StepSample]) -> float | None:
         hosts = [each.host_s for each in samples if each.host_s is not None]
-        host_s = 1000 * statistics.median(hosts) if hosts else None
-        error = 100 * (fitted / measured - 1)
-        rows.append((first, other, 1000 * measured, 1000 * fitted, error, host_s))
-    columns = (
-        Column("rows", "d"),
-        Column(second, "d"),
-        Column("measured ms", ".2f"),
-        Column("fitted ms", ".2f"),
-        Column("error %", "+.1f"),
-        Column("engine core ms", ".2f"),
+        return 1000 * statistics.median(hosts) if hosts else None
+
+    return table_of(
+        name,
+        title,
+        [each for each in groups if each[2]],
+        (
+            Value("rows", "d", lambda each: each[0]),
+            Value(second, "d", lambda each: each[1]),
+            Value("measured ms", ".2f", lambda each: _measured_ms(each[2])),
+            Value("fitted ms", ".2f", lambda each: _fitted_ms(each[2], costs)),
+            Value(
+                "error %",
+                "+.1f",
+                lambda each: 100 * (_fitted_ms(each[2], costs) / _measured_ms(each[2]) - 1),
+            ),
+            Value("engine core ms", ".2f", lambda each: host_ms(each[2])),
+        ),
+        note="Medians over steps, each with the shortest time of its repeats.",
     )
-    note = "Medians over steps, each with the shortest time of its repeats."
-    return ReportTable(name, title, columns, tuple(rows), note=note)
 
 
-def _figure(points: Mapping[tuple[int, int], Sequence[StepSample]], costs: StepCosts) -> Figure:
+def _measured_ms(samples: Sequence[StepSample]) -> float:
+    return 1000 * statistics.median(each.device_s for each in samples)
+
+
+def _fitted_ms(samples: Sequence[StepSample], costs: StepCosts) -> float:
+    return 1000 * statistics.median(costs.device_s(each.batch) for each in samples)
+
+
+def _figure(decoding: Sequence[Steps], costs: StepCosts) -> Figure:
     """Draw the time of decoding steps by rows, with one line per context."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
-        axes = figure.subplots()
-        for index, context in enumerate(sorted({context for _, context in points})):
+    with panels(1, 1, (7, 4.2)) as (figure, ((axes,),)):
+        for index, context in enumerate(sorted({context for _, context, _ in decoding})):
             colour = RUN_COLOURS[index % len(RUN_COLOURS)]
-            found = [
-                (rows, [each for each in samples if not each.batch.prefill_tokens])
-                for (rows, other), samples in points.items()
-                if other == context
-            ]
+            found = [(rows, samples) for rows, other, samples in decoding if other == context]
             rows = [number for number, _ in found]
-            measured = [1e3 * statistics.median(e.device_s for e in each) for _, each in found]
-            fitted = [
-                1e3 * statistics.median(costs.device_s(e.batch) for e in each) for _, each in found
-            ]
-            axes.plot(rows, measured, "o", color=colour)
+            axes.plot(rows, [_measured_ms(each) for _, each in found], "o", color=colour)
+            fitted = [_fitted_ms(each, costs) for _, each in found]
             axes.plot(rows, fitted, "-", color=colour, label=f"context {context}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("rows")
-        axes.set_ylabel("ms")
-        axes.set_title("Decoding steps: measured (points) and fitted (lines)")
+        axes.set(
+            xlabel="rows",
+            ylabel="ms",
+            title="Decoding steps: measured (points) and fitted (lines)",
+        )
         axes.legend(frameon=False)
     return figure

@@ -9,7 +9,7 @@ from itertools import chain, count, cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from apar_core.errors import EvaluationError
-from cluster.lab.experiments.engine import Conditions, ExperimentEngine, StepCounts
+from cluster.lab.experiments.engine import ExperimentEngine, RunConditions, StepCounts
 from cluster.lab.experiments.program import Program, Submission
 from cluster.lab.experiments.samples import Sample, Sampler
 
@@ -34,7 +34,7 @@ class RunPlan:
     costs: replace those of a virtual engine.
     """
 
-    conditions: Conditions
+    conditions: RunConditions
     make: ProgramFactory
     num_questions: int
     clients: int | None = None

@@ -39,13 +39,14 @@ _LENGTH_MARGIN = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class RunConditions:
     """The conditions of a run.
 
     num_blocks: KV blocks that it may use; None: all.
     max_requests: limit on concurrent requests, enforced by the engine.
     token_time_s: time per token that the adaptive policy aims for.
     growth_reserve_tokens: as in `ForkSettings`; 0 admits requests as vLLM does.
+    max_threads: threads of a request alive at once; None: those of the engine.
     """
 
     num_blocks: int | None = None
@@ -53,6 +54,7 @@ class Conditions:
     policy: Policy = "eager"
     token_time_s: float = 1.0
     growth_reserve_tokens: int = 0
+    max_threads: int | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class ExperimentEngine:
         self._hidden = frozenset(hidden_ids)
         self._ballast: list[Any] = []
         self._before = (0, 0)
+        self._max_threads: int | None = None
         self._count_steps()
 
     @property
@@ -149,7 +152,7 @@ class ExperimentEngine:
             and (groups.group(name) is None or groups.group_of_root(name) is not None)
         }
 
-    def prepare(self, conditions: Conditions, costs: StepCosts | None = None) -> None:
+    def prepare(self, conditions: RunConditions, costs: StepCosts | None = None) -> None:
         """Set up a run: an empty KV cache, limits, policy, and clock and counts at zero.
 
         `costs` replace those of a virtual device. Raises EngineError if a request runs or holds
@@ -158,6 +161,7 @@ class ExperimentEngine:
         if self.scheduler.requests:
             raise EngineError(f"cannot start: {len(self.scheduler.requests)} threads are running")
         self._limit_blocks(conditions.num_blocks)
+        self._max_threads = conditions.max_threads
         scheduler = self.scheduler
         scheduler.gate.max_requests = conditions.max_requests
         scheduler.admission.policy = build_policy(conditions.policy, conditions.token_time_s)
@@ -180,12 +184,14 @@ class ExperimentEngine:
         """Add a request."""
         from vllm import SamplingParams
 
+        from apar_core.engine.input_processor import MAX_THREADS_ARG
+
         self.counts.sequences += 1
-        self.llm_engine.add_request(
-            request_id,
-            {"prompt_token_ids": submission.prompt_ids},
-            SamplingParams(**submission.sampling),
-        )
+        params = SamplingParams(**submission.sampling)
+        if self._max_threads is not None:
+            params.extra_args = {**(params.extra_args or {}), MAX_THREADS_ARG: self._max_threads}
+        prompt = {"prompt_token_ids": submission.prompt_ids}
+        self.llm_engine.add_request(request_id, prompt, params)
 
     def finish(self) -> None:
         """Abort running requests, and finish the steps in flight."""
@@ -253,18 +259,22 @@ class ExperimentEngine:
 
 
 def open_engine(
-    settings: ExperimentSettings, model: str, parallel_format: str | None = None
+    settings: ExperimentSettings,
+    model: str,
+    parallel_format: str | None = None,
+    forks: Mapping[str, Any] | None = None,
 ) -> ExperimentEngine:
     """Return an engine for a model, with a KV cache large enough for each of its runs.
 
-    `parallel_format` replaces that of the checkpoint's tokens, in virtual time. Raises
-    EvaluationError if a model without it has no control tokens.
+    `parallel_format` replaces that of the checkpoint's tokens, in virtual time. `forks` are fields
+    of `ForkSettings`, such as `max_forks`. Raises EvaluationError if a model without a format has
+    no control tokens.
     """
     engine: OfflineEngine
     if settings.is_virtual:
-        engine = _virtual_engine(settings, model, parallel_format)
+        engine = _virtual_engine(settings, model, parallel_format, forks or {})
     elif parallel_format is None:
-        engine = _real_engine(settings, model)
+        engine = _real_engine(settings, model, forks or {})
     else:
         raise EvaluationError(f"format {parallel_format}: only in virtual time")
     try:
@@ -289,8 +299,13 @@ def load_questions(
     trace: str,
     engine: ExperimentEngine,
     parallel_format: str | None = None,
+    *,
+    reserved_tokens: int = 0,
 ) -> Workload:
-    """Return the questions of a trace, by its name, as tokens of an engine with this format."""
+    """Return the questions of a trace, by its name, as tokens of an engine with this format.
+
+    Each sequence leaves `reserved_tokens` of the context free.
+    """
     # These import transformers, which takes seconds.
     from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
     from cluster.lab.virtual.text import virtual_text
@@ -315,14 +330,14 @@ def load_questions(
         marker_id(tokenizer, (tokens.fork_id, tokens.child_id, tokens.end_id)),
         number=settings.answers,
         max_tokens=settings.max_tokens,
-        max_sequence_tokens=int(engine.scheduler.max_model_len),
+        max_sequence_tokens=int(engine.scheduler.max_model_len) - reserved_tokens,
         seed=settings.seed,
         list_rules=list_rules,
     )
 
 
 def _virtual_engine(
-    settings: ExperimentSettings, model: str, parallel_format: str | None
+    settings: ExperimentSettings, model: str, parallel_format: str | None, forks: Mapping[str, Any]
 ) -> VirtualEngine:
     devices = [settings.virtual_device(model, device) for device in settings.devices]
     spec = VirtualSpec(
@@ -332,11 +347,12 @@ def _virtual_engine(
         block_size=settings.block_size,
         max_model_len=_LENGTH_MARGIN * settings.max_tokens,
         is_async=settings.is_async,
+        forks=forks,
     )
     if parallel_format is None:
         engine = VirtualEngine(spec)
     else:
-        forks = {"parallel_format": parallel_format}
+        forks = {**forks, "parallel_format": parallel_format}
         with TemporaryDirectory(prefix="apar-tokenizer-") as folder:
             checkpoint = write_random_model(model, Path(folder))
             engine = VirtualEngine(replace(spec, forks=forks, checkpoint=checkpoint))
@@ -344,9 +360,13 @@ def _virtual_engine(
     return engine
 
 
-def _real_engine(settings: ExperimentSettings, model: str) -> OfflineEngine:
+def _real_engine(
+    settings: ExperimentSettings, model: str, forks: Mapping[str, Any]
+) -> OfflineEngine:
     # Imports transformers, which takes seconds.
     from transformers import AutoConfig
+
+    from apar_core.scheduler.fork_settings import CONFIG_KEY
 
     positions: int = AutoConfig.from_pretrained(model_path(model)).max_position_embeddings
     arguments: dict[str, Any] = {
@@ -354,6 +374,7 @@ def _real_engine(settings: ExperimentSettings, model: str) -> OfflineEngine:
         "max_model_len": min(_LENGTH_MARGIN * settings.max_tokens, positions),
         "max_num_seqs": _MAX_ROWS,
         "max_num_batched_tokens": 2 * _MAX_ROWS,
+        "additional_config": {CONFIG_KEY: dict(forks)},
         **settings.engine_args,
     }
     return replaying_engine(model, arguments, settings.kv_tokens)

@@ -11,17 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 from apar_core.errors import EngineError, EvaluationError
-from apar_core.reporting import PLOT_SETTINGS, Column, Report, ReportTable
+from apar_core.reporting import Report, ReportTable
 from cluster.lab.experiments.parts import PartStore, StartStage
 from cluster.lab.experiments.program import ReplayedRequest, Submission
 from cluster.lab.experiments.settings import STRUCTURED, ExperimentSettings
+from cluster.lab.plots import panels
+from cluster.lab.tables import Value, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.scheduler.block_sharing import BlockSharing, ForkCounters
@@ -68,40 +68,31 @@ def fork_costs(engine: OfflineEngine, submissions: Sequence[Submission]) -> dict
 
 def fork_cost_table(costs: Mapping[str, ForkCounters], block_size: int) -> ReportTable:
     """Return tokens computed and blocks copied per fork, and shared prompt tokens."""
-    columns = (
-        Column("method"),
-        Column("tokens computed per fork", ".2f"),
-        Column("blocks copied per fork", ".2f"),
-        Column("tokens shared per fork", ".1f"),
-        Column("without KV to share", ".0f"),
-    )
-    rows = tuple(
+
+    def per_fork(title: str, form: str, name: str) -> Value:
+        return Value(title, form, lambda each: getattr(each[1], name) / each[1].forks)
+
+    return table_of(
+        "fork-cost",
+        f"Cost of a fork: {costs[SHARED].forks} forks, blocks of {block_size} tokens",
+        costs.items(),
         (
-            way,
-            counters.computed_tokens / counters.forks,
-            counters.copied_blocks / counters.forks,
-            counters.shared_tokens / counters.forks,
-            counters.fallbacks,
-        )
-        for way, counters in costs.items()
-    )
-    forks = costs[SHARED].forks
-    return ReportTable(
-        "fork-cost", f"Cost of a fork: {forks} forks, blocks of {block_size} tokens", columns, rows
+            Value("method", "", lambda each: each[0]),
+            per_fork("tokens computed per fork", ".2f", "computed_tokens"),
+            per_fork("blocks copied per fork", ".2f", "copied_blocks"),
+            per_fork("tokens shared per fork", ".1f", "shared_tokens"),
+            Value("without KV to share", ".0f", lambda each: each[1].fallbacks),
+        ),
     )
 
 
 def fork_cost_figure(costs: Mapping[str, ForkCounters]) -> Figure:
     """Return tokens computed and blocks copied per fork, with a bar for each method."""
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure = Figure(figsize=(11, 2.4), layout="constrained")
-        computed, copied = figure.subplots(1, 2, sharey=True)
+    with panels(1, 2, (11, 2.4), sharey=True) as (figure, ((computed, copied),)):
         _draw(computed, costs, lambda counters: counters.computed_tokens)
-        computed.set_title("Tokens computed per fork")
-        computed.set_xlabel("tokens")
+        computed.set(title="Tokens computed per fork", xlabel="tokens")
         _draw(copied, costs, lambda counters: counters.copied_blocks)
-        copied.set_title("Blocks copied per fork")
-        copied.set_xlabel("blocks")
+        copied.set(title="Blocks copied per fork", xlabel="blocks")
         computed.invert_yaxis()
     return figure
 

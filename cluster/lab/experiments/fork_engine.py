@@ -11,7 +11,7 @@ from apar_core.offline.evaluation.fork_answers import GeneratedAnswer, fork_fact
 from apar_core.offline.training.chat_format import turn_end_id
 from apar_core.tree.threads import thread_scripts
 from cluster.lab.experiments.driver import RunPlan, drive
-from cluster.lab.experiments.engine import Conditions, ExperimentEngine
+from cluster.lab.experiments.engine import ExperimentEngine, RunConditions
 from cluster.lab.experiments.program import ReplayedRequest
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ReplayingForkEngine:
             answer = answers[index % len(answers)]
             return ReplayedRequest(answer, forks=answer.forked)
 
-        plan = RunPlan(Conditions(), program, num_answers, clients=requests, is_closed_loop=True)
+        plan = RunPlan(RunConditions(), program, num_answers, clients=requests, is_closed_loop=True)
         found = drive(self._measured, plan, sample_s=_NO_SAMPLES_S)
         text_tokens = sum(each.text_tokens for each in found.served)
         known = [each.statistics for each in found.served if each.statistics is not None]

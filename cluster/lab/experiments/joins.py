@@ -17,12 +17,12 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from apar_core.errors import EvaluationError
 from apar_core.offline.data.joined import (
@@ -36,14 +36,21 @@ from apar_core.offline.data.joined import (
 )
 from apar_core.offline.data.records import ChatMessage, ParagraphRecord, flat_text
 from apar_core.offline.data.structure import extract_tree
-from apar_core.reporting import Column, Report, ReportTable
+from apar_core.reporting import Report, ReportTable
 from cluster.lab.experiments.parts import PartStore, StartStage
-from cluster.lab.experiments.program import OneRequest, Program, Submission, replay_sampling
-from cluster.lab.experiments.settings import closed_loop_answers, file_digest
+from cluster.lab.experiments.program import (
+    ExpectedAnswer,
+    OneRequest,
+    Program,
+    Submission,
+    replay_sampling,
+)
+from cluster.lab.experiments.settings import JoinSettings, closed_loop_answers
+from cluster.lab.settings import ModelOnGpu
+from cluster.lab.tables import Value, table_of
 from cluster.loadtest.trace import read_trace
 
 if TYPE_CHECKING:
-    from cluster.lab.experiments.driver import Drive
     from cluster.lab.experiments.engine import ExperimentEngine
 
 ENGINE, CLIENT, SEQUENTIAL, PLAIN = "engine", "client", "sequential", "plain"
@@ -52,33 +59,6 @@ ENGINE, CLIENT, SEQUENTIAL, PLAIN = "engine", "client", "sequential", "plain"
 _STRUCTURE = re.compile(
     "(" + "|".join(map(re.escape, MARKERS)) + r"|(?<=<Outline>)\d+:|(?<=<Thread>\n)\d+:|\n)"
 )
-
-
-class JoinSettings(BaseModel):
-    """Load and device of `apar experiment joins`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    trace: Path | None = Field(
-        None, description="Recorded answers; by default those of the embedded model's corpus."
-    )
-    model: str = "llama-7b"
-    gpu: str = "a100-80gb"
-    concurrencies: tuple[PositiveInt, ...] = (1, 8, 32, 128)
-    round_trips_s: tuple[NonNegativeFloat, ...] = (0.0, 0.01)
-    answers: PositiveInt = Field(512, description="Maximum answers of a run.")
-    max_tokens: PositiveInt = 2048
-    kv_share: PositiveFloat = Field(0.9, le=1)
-    block_size: PositiveInt = 16
-    seed: int = 0
-
-    def as_text(self) -> dict[str, str]:
-        """Return the settings that all runs of a folder share."""
-        points = {"concurrencies", "round_trips_s"}
-        values = {k: str(v) for k, v in self.model_dump(mode="json", exclude=points).items()}
-        return values | {
-            "trace_sha256": "corpus" if self.trace is None else file_digest(self.trace)
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +89,9 @@ class JoinedQuestion:
         return sum(map(len, self.client.parent)) + longest
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """An answer for the driver to check; text tokens are those of the recorded answer."""
-
-    answer_id: str
-    category: str
-    flat: list[int]
-    text_tokens: int
-
-
-def _answer(question: JoinedQuestion, flat: list[int]) -> _Expected:
-    return _Expected(question.answer_id, question.category, flat, len(question.plain) - 1)
+def _answer(question: JoinedQuestion, flat: list[int]) -> ExpectedAnswer:
+    """Return an answer to check, whose text tokens are those of the recorded answer."""
+    return ExpectedAnswer(question.answer_id, question.category, flat, len(question.plain) - 1)
 
 
 class OneSequence(OneRequest):
@@ -235,31 +206,26 @@ def _scripted(
 # ---- questions ---------------------------------------------------------------------------------
 
 
-class MarkedText:
-    """Encoder of joined texts: the engine's tokens for structure, Llama's token counts elsewhere.
+def marked_encoder(
+    encode_structure: Callable[[str], list[int]],
+    encode_text: Callable[[str], list[int]],
+    marker_ids: Mapping[str, int],
+) -> Callable[[str], list[int]]:
+    """Return an encoder of joined texts: the engine's tokens for structure, Llama's elsewhere.
 
     `marker_ids` are the tokens of the markers.
     """
 
-    def __init__(
-        self,
-        encode_structure: Callable[[str], list[int]],
-        encode_text: Callable[[str], list[int]],
-        marker_ids: Mapping[str, int],
-    ) -> None:
-        self._encode_structure = encode_structure
-        self._encode_text = encode_text
-        self._marker_ids = marker_ids
-
-    def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
+    def encode(text: str) -> list[int]:
         token_ids: list[int] = []
         for number, piece in enumerate(_STRUCTURE.split(text)):
-            if piece in self._marker_ids:
-                token_ids.append(self._marker_ids[piece])
+            if piece in marker_ids:
+                token_ids.append(marker_ids[piece])
             elif piece:
-                token_ids += (self._encode_structure if number % 2 else self._encode_text)(piece)
+                token_ids += (encode_structure if number % 2 else encode_text)(piece)
         return token_ids
+
+    return encode
 
 
 def load_joined_questions(settings: JoinSettings, tokenizer: Any) -> list[JoinedQuestion]:
@@ -277,10 +243,12 @@ def load_joined_questions(settings: JoinSettings, tokenizer: Any) -> list[Joined
     def structure(piece: str) -> list[int]:
         return list(tokenizer(piece, add_special_tokens=False)["input_ids"])
 
-    engine = MarkedText(structure, text.encode, {marker: vocabulary[marker] for marker in MARKERS})
+    engine = marked_encoder(
+        structure, text.encode, {marker: vocabulary[marker] for marker in MARKERS}
+    )
     # The client's requests stop at these two markers, so their tokens must not occur in any text.
     unused = tokenizer.convert_tokens_to_ids(list(ROLES))
-    client = MarkedText(
+    client = marked_encoder(
         structure,
         text.encode,
         {marker: TEXT_IDS[-1] for marker in MARKERS}
@@ -334,44 +302,13 @@ def _ended(tokens: JoinedTokens, end_id: int) -> JoinedTokens:
 # ---- runs --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class JoinRun:
-    """Measurements of one run.
-
-    text_tokens: tokens of the recorded answers, without outlines and markers.
-    computed_tokens: tokens that went through the model, prompts included.
-    requests: engine requests and threads.
-    latency_s: mean time from a question to its answer. latency_p90_s: its 90th percentile.
-    """
-
-    method: str
-    concurrency: int
-    round_trip_s: float
-    answers: int
-    text_tokens: int
-    duration_s: float
-    latency_s: float
-    latency_p90_s: float
-    computed_tokens: int
-    requests: int
-    steps: int
-    rows: int
-    preemptions: int
-    peak_kv_tokens: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Text tokens per second."""
-        return self.text_tokens / self.duration_s
-
-
-MakeProgram = Callable[[JoinedQuestion, float], Program]
-METHODS: Mapping[str, MakeProgram] = {
+METHODS: Mapping[str, Callable[[JoinedQuestion, float], Program]] = {
     SEQUENTIAL: lambda question, _: OneSequence(question, question.client.flat),
     PLAIN: lambda question, _: OneSequence(question, question.plain),
     CLIENT: ResubmittingClient,
     ENGINE: EngineJoins,
 }
+"""Builds the program of a question; the number is the seconds of a round trip."""
 
 
 def join_run(
@@ -380,41 +317,41 @@ def join_run(
     method: str,
     concurrency: int,
     round_trip_s: float,
-) -> JoinRun:
-    """Answer the questions in a closed loop with `concurrency` of them in flight."""
+) -> dict[str, Any]:
+    """Answer the questions in a closed loop with `concurrency` of them in flight.
+
+    Returns the measurements. text_tokens: tokens of the recorded answers, without outlines and
+    markers. computed_tokens: tokens that went through the model, prompts included. requests: engine
+    requests and threads. latency_s: mean time from a question to its answer.
+    """
     from cluster.lab.experiments.driver import RunPlan, drive
-    from cluster.lab.experiments.engine import Conditions
+    from cluster.lab.experiments.engine import RunConditions
 
     chosen = questions[: closed_loop_answers(concurrency, len(questions), least=32)]
     plan = RunPlan(
-        conditions=Conditions(),
+        conditions=RunConditions(),
         make=lambda index: METHODS[method](chosen[index], round_trip_s),
         num_questions=len(chosen),
         clients=concurrency,
         is_closed_loop=True,
         has_fillers=False,
     )
-    return _figures(drive(engine, plan, sample_s=1e9), method, concurrency, round_trip_s)
-
-
-def _figures(found: Drive, method: str, concurrency: int, round_trip_s: float) -> JoinRun:
+    found = drive(engine, plan, sample_s=1e9)
     latencies = sorted(each.latency_s for each in found.served)
-    return JoinRun(
-        method=method,
-        concurrency=concurrency,
-        round_trip_s=round_trip_s,
-        answers=len(found.served),
-        text_tokens=sum(each.text_tokens for each in found.served),
-        duration_s=found.duration_s,
-        latency_s=statistics.fmean(latencies),
-        latency_p90_s=latencies[math.ceil(0.9 * len(latencies)) - 1],
-        computed_tokens=found.counts.computed_tokens,
-        requests=found.sequences,
-        steps=found.counts.steps,
-        rows=found.counts.rows,
-        preemptions=found.counts.preemptions,
-        peak_kv_tokens=found.counts.peak_kv_tokens,
-    )
+    counted = ("steps", "rows", "preemptions", "peak_kv_tokens")
+    return {
+        "method": method,
+        "concurrency": concurrency,
+        "round_trip_s": round_trip_s,
+        "answers": len(found.served),
+        "text_tokens": sum(each.text_tokens for each in found.served),
+        "duration_s": found.duration_s,
+        "latency_s": statistics.fmean(latencies),
+        "latency_p90_s": latencies[math.ceil(0.9 * len(latencies)) - 1],
+        "computed_tokens": found.counts.computed_tokens,
+        "requests": found.sequences,
+        **{name: getattr(found.counts, name) for name in counted},
+    }
 
 
 @dataclass
@@ -428,25 +365,19 @@ class JoinWorker:
         """The virtual engine, with the KV cache of the GPU and the embedded model's markers."""
         # Imports vLLM, which takes seconds.
         from apar_core.models.apar_tiny_threadweaver import checkpoint_path
-        from apar_core.step_costs.gpus import find_gpu
-        from apar_core.step_costs.models import find_model
-        from apar_core.step_costs.predict import kv_tokens, step_costs
         from cluster.lab.experiments.engine import ExperimentEngine
         from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 
-        settings = self.settings
-        model, gpu = find_model(settings.model), find_gpu(settings.gpu)
-        room = kv_tokens(model, gpu, block_size=settings.block_size) * settings.kv_share
-        engine = VirtualEngine(
-            VirtualSpec(
-                model.config,
-                step_costs(model, gpu, block_size=settings.block_size),
-                int(room),
-                block_size=settings.block_size,
-                max_model_len=2 * settings.max_tokens,
-                checkpoint=checkpoint_path(),
-            )
+        device = ModelOnGpu(self.settings.model, self.settings.gpu)
+        spec = VirtualSpec(
+            device.size.config,
+            device.costs,
+            int(device.kv_tokens * self.settings.kv_share),
+            block_size=device.block_size,
+            max_model_len=2 * self.settings.max_tokens,
+            checkpoint=checkpoint_path(),
         )
+        engine = VirtualEngine(spec)
         hidden = [engine.tokenizer.eos_token_id, *engine.tokenizer.convert_tokens_to_ids(MARKERS)]
         return ExperimentEngine(engine, hidden)
 
@@ -471,26 +402,22 @@ def report_joins(settings: JoinSettings, folder: Path, start_stage: StartStage) 
     """
     store = PartStore(folder, settings.as_text())
     points = [
-        (method, concurrency, round_trip_s)
-        for concurrency in settings.concurrencies
+        (method, concurrency, milliseconds / 1000)
+        for concurrency in settings.concurrency
         for method in METHODS
         # Only the client waits for round trips.
-        for round_trip_s in (settings.round_trips_s if method == CLIENT else (0.0,))
+        for milliseconds in (settings.round_trips_ms if method == CLIENT else (0.0,))
     ]
     done = start_stage("runs", len(points))
-    worker = JoinWorker(settings)
-    try:
+    runs = []
+    with closing(JoinWorker(settings)) as worker:
         counts = store.get_or_do("answers", lambda: answer_counts(worker.questions))
-        runs = []
         for point in points:
-            data = store.get_or_do(
-                "{} {} {}".format(*point),
-                partial(_run_data, worker, *point),
-            )
-            runs.append(JoinRun(**data))
+            name = "{} {} {}".format(*point)
+            if not store.has(name):
+                store.add(name, join_run(worker.engine, worker.questions, *point))
+            runs.append(store.find(name))
             done()
-    finally:
-        worker.close()
     critical = counts["critical"]
     trace = "the embedded model's corpus" if settings.trace is None else settings.trace.name
     facts = {
@@ -512,14 +439,8 @@ def report_joins(settings: JoinSettings, folder: Path, start_stage: StartStage) 
         facts,
         [join_table(runs)],
         {},
-        {"runs": [asdict(run) for run in runs], "answers": counts},
+        {"runs": runs, "answers": counts},
     )
-
-
-def _run_data(
-    worker: JoinWorker, method: str, concurrency: int, round_trip_s: float
-) -> dict[str, Any]:
-    return asdict(join_run(worker.engine, worker.questions, method, concurrency, round_trip_s))
 
 
 def answer_counts(questions: Sequence[JoinedQuestion]) -> dict[str, float]:
@@ -546,47 +467,46 @@ _TITLES = {
 }
 
 
-def join_table(runs: Sequence[JoinRun]) -> ReportTable:
+def join_table(runs: Sequence[Mapping[str, Any]]) -> ReportTable:
     """Return the measurements of all runs; ratios are to the same text in sequence."""
-    columns = (
-        Column("requests at once", "d"),
-        Column("method"),
-        Column("text tokens/s", ".0f"),
-        Column("throughput x", ".2f"),
-        Column("mean latency (s)", ".2f"),
-        Column("latency x", ".2f"),
-        Column("p90 latency (s)", ".2f"),
-        Column("recomputed tokens per answer", ".1f"),
-        Column("requests and threads per answer", ".1f"),
-        Column("rows per step", ".1f"),
-        Column("preemptions", "d"),
-    )
-    same = {run.concurrency: run for run in runs if run.method == SEQUENTIAL}
-    rows = []
-    for run in runs:
-        base = same[run.concurrency]
-        recomputed = (run.computed_tokens - base.computed_tokens) / run.answers
-        rows.append(
-            (
-                run.concurrency,
-                _TITLES[run.method].format(1000 * run.round_trip_s),
-                run.tokens_per_s,
-                run.tokens_per_s / base.tokens_per_s,
-                run.latency_s,
-                base.latency_s / run.latency_s,
-                run.latency_p90_s,
-                # A different text, so its tokens cannot be compared.
-                None if run.method == PLAIN else recomputed,
-                run.requests / run.answers,
-                run.rows / run.steps,
-                run.preemptions,
-            )
-        )
-    return ReportTable(
+    same = {run["concurrency"]: run for run in runs if run["method"] == SEQUENTIAL}
+
+    def base(run: Mapping[str, Any]) -> Mapping[str, Any]:
+        return same[run["concurrency"]]
+
+    def tokens_per_s(run: Mapping[str, Any]) -> float:
+        return float(run["text_tokens"] / run["duration_s"])
+
+    def title(run: Mapping[str, Any]) -> str:
+        return _TITLES[run["method"]].format(1000 * run["round_trip_s"])
+
+    def recomputed(run: Mapping[str, Any]) -> float | None:
+        # A different text, so its tokens cannot be compared.
+        if run["method"] == PLAIN:
+            return None
+        return float((run["computed_tokens"] - base(run)["computed_tokens"]) / run["answers"])
+
+    return table_of(
         "joins",
         "Threads that join: throughput, latency and recomputed tokens",
-        columns,
-        tuple(rows),
+        runs,
+        (
+            Value("requests at once", "d", itemgetter("concurrency")),
+            Value("method", "", title),
+            Value("text tokens/s", ".0f", tokens_per_s),
+            Value("throughput x", ".2f", lambda run: tokens_per_s(run) / tokens_per_s(base(run))),
+            Value("mean latency (s)", ".2f", itemgetter("latency_s")),
+            Value("latency x", ".2f", lambda run: base(run)["latency_s"] / run["latency_s"]),
+            Value("p90 latency (s)", ".2f", itemgetter("latency_p90_s")),
+            Value("recomputed tokens per answer", ".1f", recomputed),
+            Value(
+                "requests and threads per answer",
+                ".1f",
+                lambda run: run["requests"] / run["answers"],
+            ),
+            Value("rows per step", ".1f", lambda run: run["rows"] / run["steps"]),
+            Value("preemptions", "d", itemgetter("preemptions")),
+        ),
         note="Text tokens are those of the recorded answers for every method. Recomputed: tokens "
         "that went through the model beyond those of the same text in sequence.",
     )

@@ -70,90 +70,58 @@ class Method:
     is_one_request: bool = False
 
 
-def _sequential(question: Question, _: int) -> Program:
-    return ReplayedRequest(question.answer, forks=False)
+def _replayed(name: str, title: str, *, forks: bool = True, **own: Any) -> Method:
+    """Return a method of one request whose threads are those of the trace."""
+
+    def build(question: Question, _: int) -> Program:
+        return ReplayedRequest(question.answer, forks=forks)
+
+    return Method(name, title, build, is_ours=forks, is_one_request=True, **own)
 
 
-def _forked(question: Question, _: int) -> Program:
-    return ReplayedRequest(question.answer, forks=True)
+def _listed(name: str, title: str, **own: Any) -> Method:
+    """Return a method of one request whose lists the engine writes in parallel."""
+
+    def build(question: Question, _: int) -> Program:
+        assert question.in_lists is not None
+        return ParallelLists(question.answer, question.in_lists)
+
+    return Method(
+        name, title, build, parallel_format=LISTS.name, reserves=True, is_ours=True,
+        is_one_request=True, **own,
+    )  # fmt: skip
 
 
-def _lists(question: Question, _: int) -> Program:
-    assert question.in_lists is not None
-    return ParallelLists(question.answer, question.in_lists)
-
-
-def _client_forking(question: Question, marker: int) -> Program:
-    return ClientForking(question.answer, marker)
-
-
-def _skeleton(question: Question, marker: int) -> Program:
-    return SkeletonOfThought(question.answer, marker, question.prompts)
-
-
-def _parent_stops(question: Question, marker: int) -> Program:
-    return ParentStops(question.answer, marker)
-
-
-def _parent_stops_free(question: Question, marker: int) -> Program:
-    return ParentStops(question.answer, marker, free_merge=True)
-
-
-METHODS = {
-    method.name: method
-    for method in (
-        Method(SEQUENTIAL, "sequential (vLLM)", _sequential, is_one_request=True),
-        Method(EAGER, "ours, eager", _forked, reserves=True, is_ours=True, is_one_request=True),
-        Method(
-            ADAPTIVE,
-            "ours, adaptive",
-            _forked,
-            policy="adaptive",
-            reserves=True,
-            is_ours=True,
-            is_one_request=True,
-        ),
-        Method(
-            "sequential-reserve",
-            "sequential, with our reserve",
-            _sequential,
-            reserves=True,
-            is_one_request=True,
-        ),
-        Method(
-            "eager-unreserved",
-            "ours, eager, without a reserve",
-            _forked,
-            is_ours=True,
-            is_one_request=True,
-        ),
-        Method(
-            "lists",
-            "ours, lists without training",
-            _lists,
-            parallel_format=LISTS.name,
-            reserves=True,
-            is_ours=True,
-            is_one_request=True,
-        ),
-        Method(
-            "lists-adaptive",
-            "ours, lists without training, adaptive",
-            _lists,
-            policy="adaptive",
-            parallel_format=LISTS.name,
-            reserves=True,
-            is_ours=True,
-            is_one_request=True,
-        ),
-        Method("client-forking", "client-side forking (PaDoc, ThreadWeaver)", _client_forking),
-        Method("skeleton", "skeleton-of-thought", _skeleton),
-        Method("parent-stops", "parent stops, resubmitted", _parent_stops),
-        Method(
-            "parent-stops-free", "parent stops, free merge (Multiverse, NPR)", _parent_stops_free
-        ),
-    )
-}
+_METHODS = (
+    _replayed(SEQUENTIAL, "sequential (vLLM)", forks=False),
+    _replayed(EAGER, "ours, eager", reserves=True),
+    _replayed(ADAPTIVE, "ours, adaptive", policy="adaptive", reserves=True),
+    _replayed("sequential-reserve", "sequential, with our reserve", forks=False, reserves=True),
+    _replayed("eager-unreserved", "ours, eager, without a reserve"),
+    _listed("lists", "ours, lists without training"),
+    _listed("lists-adaptive", "ours, lists without training, adaptive", policy="adaptive"),
+    Method(
+        "client-forking",
+        "client-side forking (PaDoc, ThreadWeaver)",
+        lambda question, marker: ClientForking(question.answer, marker),
+    ),
+    Method(
+        "skeleton",
+        "skeleton-of-thought",
+        lambda question, marker: SkeletonOfThought(question.answer, marker, question.prompts),
+    ),
+    Method(
+        "parent-stops",
+        "parent stops, resubmitted",
+        lambda question, marker: ParentStops(question.answer, marker),
+    ),
+    Method(
+        "parent-stops-free",
+        "parent stops, free merge (Multiverse, NPR)",
+        lambda question, marker: ParentStops(question.answer, marker, free_merge=True),
+    ),
+)
+METHODS = {method.name: method for method in _METHODS}
 
 
 PEER_METHODS = tuple(name for name, each in METHODS.items() if each.parallel_format is None)
@@ -210,18 +178,12 @@ def load_workload(
         questions = random.Random(seed).sample(questions, number)
     if list_rules is not None:
         texts = {line.id: line.response for line in lines}
-        questions = [
-            replace(
-                each,
-                in_lists=list_answer(
-                    texts[each.answer.answer_id],
-                    list_rules,
-                    len(each.answer.prompt_ids),
-                    tokens.end_id,
-                ),
-            )
-            for each in questions
-        ]
+
+        def listed(answer: ReplayAnswer) -> ListAnswer:
+            text, prompt_tokens = texts[answer.answer_id], len(answer.prompt_ids)
+            return list_answer(text, list_rules, prompt_tokens, tokens.end_id)
+
+        questions = [replace(each, in_lists=listed(each.answer)) for each in questions]
     return Workload(list(islice(cycle(questions), number)), marker)
 
 

@@ -48,24 +48,37 @@ if TYPE_CHECKING:
 Texts = Mapping[ThreadId, ThreadText[int]]
 
 
-class ScriptedRequests:
-    """Requests of one program, and the tokens that each has generated.
+class ClientProgram:
+    """A program that answers a question in requests of its own, whose tokens are scripted.
 
-    given: generated tokens by request name. marker: a token that occurs in no text.
-    streams: the client needs tokens as they are generated.
+    given: generated tokens by request name. marker: a token that occurs in no text. streams: the
+    client needs tokens as they are generated.
     """
 
-    def __init__(self, answer: ReplayAnswer, marker: int, *, streams: bool = False) -> None:
+    streams = False
+
+    def __init__(self, answer: ReplayAnswer, marker: int) -> None:
+        self.answer = answer
         self.texts: Texts = thread_texts(answer.tree)
         self.end_id = answer.flat[-1]
         self.marker = marker
-        self._streams = streams
         self.given: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}
+
+    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
+        """Keep the tokens; nothing follows before the request has ended."""
+        self.given[name].extend(token_ids)
+        return []
+
+    def on_end(self, name: str) -> list[Submission]:
+        """Return nothing: all requests have already been submitted."""
+        return []
 
     def submit(self, name: str, prompt_ids: list[int], script: list[int]) -> Submission:
         """Return a request that generates the script and ends with its last token."""
         self.given[name] = []
-        sampling = replay_sampling({"": script}, max_tokens=len(script), streams=self._streams)
+        self.prompts[name] = prompt_ids
+        sampling = replay_sampling({"": script}, max_tokens=len(script), streams=self.streams)
         sampling["extra_args"]["apar_enabled"] = False
         return Submission(name, prompt_ids, sampling)
 
@@ -106,85 +119,61 @@ def flat_text(texts: Texts, thread: ThreadId) -> list[int]:
     return flat
 
 
-class ClientForking:
+class ClientForking(ClientProgram):
     """Program in which the client sends a completion for each thread of an answer."""
 
-    def __init__(self, answer: ReplayAnswer, marker: int) -> None:
-        self.answer = answer
-        self._requests = ScriptedRequests(answer, marker, streams=True)
-        self._prompts: dict[str, list[int]] = {}
-        self._fork_index = {
-            thread: record.fork_index for thread, record in answer.tree.threads.items()
-        }
+    streams = True
 
     def start(self) -> list[Submission]:
         """Return the completion of the root thread."""
-        return [self._thread(ROOT_THREAD, list(self.answer.prompt_ids))]
+        return [self.submit(ROOT_THREAD, list(self.answer.prompt_ids), self.script(ROOT_THREAD))]
 
     def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
         """Return a completion for each fork among the new tokens."""
-        given = self._requests.given[name]
+        given = self.given[name]
         first = len(given)
         given.extend(token_ids)
         children: list[Submission] = []
-        for child in self._requests.texts[ThreadId(name)].children:
-            index = self._fork_index[child]
+        for child in self.texts[ThreadId(name)].children:
+            index = self.answer.tree.threads[child].fork_index
             if first <= index < len(given):
-                read = [*self._prompts[name], *given[: index + 1]]
-                children.append(self._thread(child, [*read, self._requests.marker]))
+                read = [*self.prompts[name], *given[: index + 1], self.marker]
+                children.append(self.submit(child, read, self.script(child)))
         return children
-
-    def on_end(self, name: str) -> list[Submission]:
-        """Return nothing: all children have already been submitted."""
-        return []
 
     def text_ids(self) -> list[int]:
         """Return the tokens of all threads, in reading order."""
-        requests = self._requests
         paragraphs = {
-            thread: list(split_paragraphs(requests.given[thread], text.paragraphs))
-            for thread, text in requests.texts.items()
+            thread: list(split_paragraphs(self.given[thread], text.paragraphs))
+            for thread, text in self.texts.items()
         }
-        return [*requests.restored(paragraphs), *requests.given[ROOT_THREAD][-1:]]
-
-    def _thread(self, thread: ThreadId, prompt_ids: list[int]) -> Submission:
-        self._prompts[thread] = prompt_ids
-        return self._requests.submit(thread, prompt_ids, self._requests.script(thread))
+        return [*self.restored(paragraphs), *self.given[ROOT_THREAD][-1:]]
 
 
 _REST = "/rest"
 """Suffix to a thread's name, for the request that continues it after its children."""
 
 
-class ParentStops:
+class ParentStops(ClientProgram):
     """Program in which a thread with children is two requests, and any other thread one."""
 
     def __init__(self, answer: ReplayAnswer, marker: int, *, free_merge: bool = False) -> None:
-        self.answer = answer
+        super().__init__(answer, marker)
         self._free_merge = free_merge
-        self._requests = ScriptedRequests(answer, marker)
-        self._prompts: dict[ThreadId, list[int]] = {}
         self._running: dict[ThreadId, set[ThreadId]] = {}
 
     def start(self) -> list[Submission]:
         """Return the request for the root thread's outline."""
         return [self._begin(ROOT_THREAD, list(self.answer.prompt_ids))]
 
-    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Keep the tokens; nothing follows before the request has ended."""
-        self._requests.given[name].extend(token_ids)
-        return []
-
     def on_end(self, name: str) -> list[Submission]:
         """Return the children after an outline, or the parent's rest after its last child."""
         thread = ThreadId(name.removesuffix(_REST))
-        text = self._requests.texts[thread]
+        text = self.texts[thread]
         if text.children and name == thread:
             self._running[thread] = set(text.children)
-            outline = [*self._prompts[thread], *self._requests.given[name]]
-            return [
-                self._begin(child, [*outline, self._requests.marker]) for child in text.children
-            ]
+            outline = [*self.prompts[thread], *self.given[name], self.marker]
+            return [self._begin(child, outline) for child in text.children]
         parent = text.parent
         if parent is None:
             return []
@@ -193,38 +182,35 @@ class ParentStops:
 
     def text_ids(self) -> list[int]:
         """Return the tokens of all threads, in reading order."""
-        requests = self._requests
         paragraphs: dict[ThreadId, list[Sequence[int]]] = {}
-        for thread, text in requests.texts.items():
-            outline = list(split_paragraphs(requests.given[thread], text.paragraphs))
+        for thread, text in self.texts.items():
+            outline = list(split_paragraphs(self.given[thread], text.paragraphs))
             if text.children:
-                outline[-1] = requests.given[thread + _REST][:-1]
+                outline[-1] = self.given[thread + _REST][:-1]
             paragraphs[thread] = outline
-        last = ROOT_THREAD + _REST if requests.texts[ROOT_THREAD].children else ROOT_THREAD
-        return [*requests.restored(paragraphs), *requests.given[last][-1:]]
+        last = ROOT_THREAD + _REST if self.texts[ROOT_THREAD].children else ROOT_THREAD
+        return [*self.restored(paragraphs), *self.given[last][-1:]]
 
     def _begin(self, thread: ThreadId, prompt_ids: list[int]) -> Submission:
-        self._prompts[thread] = prompt_ids
-        script = self._requests.script(thread)
-        if self._requests.texts[thread].children:
-            rest = self._requests.texts[thread].paragraphs[-1]
+        script = self.script(thread)
+        if self.texts[thread].children:
+            rest = self.texts[thread].paragraphs[-1]
             script = script[: len(script) - len(rest) - 1]
-        return self._requests.submit(thread, prompt_ids, script)
+        return self.submit(thread, prompt_ids, script)
 
     def _go_on(self, thread: ThreadId) -> Submission:
-        rest = [*self._requests.texts[thread].paragraphs[-1], self._requests.end_id]
-        read = [*self._requests.given[thread], *self._below(thread)]
-        return self._requests.submit(thread + _REST, [*self._prompts[thread], *read], rest)
+        rest = [*self.texts[thread].paragraphs[-1], self.end_id]
+        read = [*self.prompts[thread], *self.given[thread], *self._below(thread)]
+        return self.submit(thread + _REST, read, rest)
 
     def _below(self, thread: ThreadId) -> list[int]:
         """Return the text of a thread's children, each after its child token."""
         if self._free_merge:
             return []
-        given = self._requests.given
         read: list[int] = []
-        for child in self._requests.texts[thread].children:
-            read += [self._requests.marker, *given[child], *self._below(child)]
-            read += given.get(child + _REST, [])
+        for child in self.texts[thread].children:
+            read += [self.marker, *self.given[child], *self._below(child)]
+            read += self.given.get(child + _REST, [])
         return read
 
 
@@ -277,43 +263,33 @@ def skeleton_prompts(
     return SkeletonPrompts(asked(SKELETON_PROMPT.format(question=answer.prompt)), prompts)
 
 
-class SkeletonOfThought:
+class SkeletonOfThought(ClientProgram):
     """Program that asks for a skeleton, then for all of its points at once."""
 
     def __init__(self, answer: ReplayAnswer, marker: int, prompts: SkeletonPrompts) -> None:
-        self.answer = answer
-        self._prompts = prompts
-        self._requests = ScriptedRequests(answer, marker)
-        self._root = self._requests.texts[ROOT_THREAD]
+        super().__init__(answer, marker)
+        self._questions = prompts
+        self._root = self.texts[ROOT_THREAD]
 
     def start(self) -> list[Submission]:
         """Ask for the skeleton."""
         text = [token for paragraph in self._root.paragraphs for token in paragraph]
-        script = [*text, self._requests.end_id]
-        return [self._requests.submit(SKELETON, self._prompts.skeleton, script)]
-
-    def on_tokens(self, name: str, token_ids: Sequence[int]) -> list[Submission]:
-        """Keep the tokens; nothing follows before the request has ended."""
-        self._requests.given[name].extend(token_ids)
-        return []
+        return [self.submit(SKELETON, self._questions.skeleton, [*text, self.end_id])]
 
     def on_end(self, name: str) -> list[Submission]:
         """Ask for all points once the skeleton is complete."""
         if name != SKELETON:
             return []
         return [
-            self._requests.submit(
-                child, prompt, [*flat_text(self._requests.texts, child), self._requests.end_id]
-            )
-            for child, prompt in zip(self._root.children, self._prompts.points, strict=True)
+            self.submit(child, prompt, [*flat_text(self.texts, child), self.end_id])
+            for child, prompt in zip(self._root.children, self._questions.points, strict=True)
         ]
 
     def text_ids(self) -> list[int]:
         """Return skeleton and details in reading order."""
-        given = self._requests.given
-        first, *others = split_paragraphs(given[SKELETON], self._root.paragraphs, gap=0)
+        first, *others = split_paragraphs(self.given[SKELETON], self._root.paragraphs, gap=0)
         text = list(first)
         for child, paragraph in zip(self._root.children, others, strict=True):
-            text += given[child][:-1]
+            text += self.given[child][:-1]
             text += paragraph
-        return [*text, *given[SKELETON][-1:]]
+        return [*text, *self.given[SKELETON][-1:]]

@@ -28,38 +28,42 @@ class Submission:
 
 
 class RecordedAnswer(Protocol):
-    """Answer fields that the driver reads."""
+    """Answer fields that the driver reads.
+
+    flat: tokens of the whole text and one end token. text_tokens: tokens that count as its text.
+    """
 
     @property
-    def answer_id(self) -> str:
-        """Name in its trace."""
-
+    def answer_id(self) -> str: ...
     @property
-    def category(self) -> str:
-        """Kind of the question."""
-
+    def category(self) -> str: ...
     @property
-    def flat(self) -> list[int]:
-        """Tokens of the whole text and one end token."""
-
+    def flat(self) -> list[int]: ...
     @property
-    def text_tokens(self) -> int:
-        """Tokens that count as its text."""
+    def text_tokens(self) -> int: ...
 
 
 class ReplayableAnswer(RecordedAnswer, Protocol):
-    """An answer that one request can replay, with its forks or as one thread."""
+    """An answer that one request can replay, with its forks or as one thread.
+
+    max_tokens: token limit that leaves it complete. scripts: tokens to replay, by replay key.
+    """
 
     @property
-    def prompt_ids(self) -> Sequence[int]:
-        """Tokens of the prompt."""
-
+    def prompt_ids(self) -> Sequence[int]: ...
     @property
-    def max_tokens(self) -> int:
-        """Token limit that leaves the answer complete, forked or not."""
+    def max_tokens(self) -> int: ...
+    def scripts(self, *, forked: bool) -> Mapping[str, Sequence[int]]: ...
 
-    def scripts(self, *, forked: bool) -> Mapping[str, Sequence[int]]:
-        """Return the tokens to replay, by replay key."""
+
+@dataclass(frozen=True, slots=True)
+class ExpectedAnswer:
+    """A `RecordedAnswer` whose text is another one, but counts as many tokens."""
+
+    answer_id: str
+    category: str
+    flat: list[int]
+    text_tokens: int
 
 
 class Program(Protocol):
@@ -122,25 +126,18 @@ class ReplayedRequest(OneRequest):
         super().__init__(answer, Submission("answer", list(answer.prompt_ids), sampling))
 
 
-@dataclass(frozen=True, slots=True)
-class _ListedAnswer:
-    """A recorded answer with the line breaks of its lists; its text counts as recorded."""
-
-    answer_id: str
-    category: str
-    flat: list[int]
-    text_tokens: int
-
-
 class ParallelLists(OneRequest):
-    """An answer as one request whose lists the engine writes in parallel, in virtual time."""
+    """An answer as one request whose lists the engine writes in parallel, in virtual time.
+
+    The line breaks between items of a list may differ from the recorded ones.
+    """
 
     def __init__(self, answer: ReplayableAnswer, listed: ListAnswer) -> None:
         sampling = replay_sampling({}, max_tokens=len(listed.flat))
         text = ReplayText(listed.to_text())
         sampling["extra_args"] = {LIST_ANSWER_ARG: text, "apar_enabled": True}
         super().__init__(
-            _ListedAnswer(answer.answer_id, answer.category, listed.flat, answer.text_tokens),
+            ExpectedAnswer(answer.answer_id, answer.category, listed.flat, answer.text_tokens),
             Submission("answer", list(answer.prompt_ids), sampling),
         )
 

@@ -31,6 +31,7 @@ Ints = NDArray[np.int64]
 UNIT_COSTS = StepCosts("one second a step", "predicted", "none", ((1, 1.0), (1 << 30, 1.0)), 0.0)
 ROW_BY_ROW = ""
 """Name of the grouping that groups no rows."""
+_ARRAYS, _SHARED = ("batches", "outputs", "answers"), "shared "
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,9 @@ class RecordedSteps:
 
     def save(self, path: Path) -> None:
         """Write the steps to a file of numpy arrays."""
-        arrays: dict[str, Any] = {
-            "block_size": self.block_size,
-            "batches": self.batches.astype(np.int32),
-            "outputs": self.outputs.astype(np.int32),
-            "answers": self.answers.astype(np.int32),
-        }
-        for name, each in self.shared.items():
-            arrays[f"shared {name}"] = each.astype(np.int32)
+        own = {name: getattr(self, name).astype(np.int32) for name in _ARRAYS}
+        shared = {f"{_SHARED}{name}": each.astype(np.int32) for name, each in self.shared.items()}
+        arrays: dict[str, Any] = {"block_size": self.block_size, **own, **shared}
         np.savez_compressed(path, **arrays)
 
     @classmethod
@@ -69,17 +65,13 @@ class RecordedSteps:
         """Read a file written by `save`."""
         with np.load(path) as file:
             arrays = {name: file[name].astype(np.int64) for name in file.files}
-        prefix = "shared "
+        own = {name: arrays[name] for name in _ARRAYS}
         shared = {
-            name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)
+            name.removeprefix(_SHARED): each
+            for name, each in arrays.items()
+            if name.startswith(_SHARED)
         }
-        return cls(
-            int(arrays["block_size"]),
-            arrays["batches"],
-            shared,
-            arrays["outputs"],
-            arrays["answers"],
-        )
+        return cls(int(arrays["block_size"]), shared=shared, **own)
 
 
 @dataclass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +19,18 @@ from cluster.lab.experiments.settings import ExperimentSettings, RunKey, closed_
 from cluster.lab.grid import grid
 
 if TYPE_CHECKING:
-    from cluster.lab.experiments.driver import Drive, Served
+    from apar_core.step_costs.costs import StepCosts
+    from cluster.lab.experiments.driver import Drive, RunPlan, Served
     from cluster.lab.experiments.engine import ExperimentEngine
-    from cluster.lab.experiments.program import Program
 
 RUNS_FILE = "runs.jsonl"
 _WARM_UP_ANSWERS = 4
+# Fields of a run that are those of `StepCounts`, and of `StepTotals` in virtual time.
+_COUNTED = (
+    "steps", "rows", "computed_tokens", "preemptions", "peak_kv_tokens", "largest_rows",
+    "largest_tokens",
+)  # fmt: skip
+_VIRTUAL = ("attended_tokens", "blocks", "distinct_blocks")
 
 
 class CategoryCounts(BaseModel):
@@ -103,9 +108,16 @@ class Run(BaseModel):
         return statistics.fmean(counts) if counts else None
 
     @property
-    def distinct_share(self) -> float | None:
-        """Distinct KV blocks of a step, as a share of the blocks that all of its rows read."""
-        return self.distinct_blocks / self.blocks if self.blocks and self.distinct_blocks else None
+    def attended_per_row(self) -> float | None:
+        """Mean tokens that a row of a step attends to."""
+        return None if self.attended_tokens is None else self.attended_tokens / self.rows
+
+    @property
+    def distinct_percent(self) -> float | None:
+        """Distinct KV blocks of a step, in percent of the blocks that all of its rows read."""
+        if not self.blocks or not self.distinct_blocks:
+            return None
+        return 100 * (self.distinct_blocks / self.blocks)
 
 
 class RunStore(LineStore[RunKey, Run]):
@@ -159,6 +171,40 @@ def _is_adaptive(key: RunKey) -> bool:
     return METHODS[key.method].policy == "adaptive"
 
 
+def run_plan(
+    method: Method,
+    workload: Workload,
+    *,
+    num_blocks: int,
+    concurrency: int,
+    is_closed_loop: bool,
+    reserve_tokens: int,
+    token_time_s: float = 1.0,
+    costs: StepCosts | None = None,
+) -> RunPlan:
+    """Return the plan of a run of a method; `reserve_tokens` are for methods with a reserve."""
+    from cluster.lab.experiments.driver import RunPlan
+    from cluster.lab.experiments.engine import RunConditions
+
+    limited_by_clients = is_closed_loop or not method.is_one_request
+    questions, marker = workload.questions, workload.marker_id
+    number = len(questions)
+    return RunPlan(
+        conditions=RunConditions(
+            num_blocks=num_blocks,
+            max_requests=None if limited_by_clients else concurrency,
+            policy=method.policy,
+            token_time_s=token_time_s,
+            growth_reserve_tokens=reserve_tokens if method.reserves else 0,
+        ),
+        make=lambda index: method.build(questions[index], marker),
+        num_questions=closed_loop_answers(concurrency, number) if is_closed_loop else number,
+        clients=concurrency if limited_by_clients else None,
+        is_closed_loop=is_closed_loop,
+        costs=costs,
+    )
+
+
 class Worker:
     """Executes runs in this process; keeps its engine and the questions from run to run."""
 
@@ -175,8 +221,7 @@ class Worker:
         Raises EvaluationError for a trace or model that cannot be read, a KV cache too small for
         the questions, and an answer that differs from the recorded one.
         """
-        from cluster.lab.experiments.driver import RunPlan, drive
-        from cluster.lab.experiments.engine import Conditions
+        from cluster.lab.experiments.driver import drive
 
         settings, method = self._settings, METHODS[key.method]
         engine = self._engine_of(key.model, method.parallel_format)
@@ -192,20 +237,14 @@ class Worker:
                 f"{key.trace} trace may need {workload.longest_tokens}: give larger shares or a "
                 "smaller --context-length"
             )
-        limited_by_clients = key.is_closed_loop or not method.is_one_request
-        questions, marker = workload.questions, workload.marker_id
-        plan = RunPlan(
-            conditions=Conditions(
-                num_blocks=num_blocks,
-                max_requests=None if limited_by_clients else key.concurrency,
-                policy=method.policy,
-                token_time_s=token_time_s or 1.0,
-                growth_reserve_tokens=settings.growth_reserve_tokens if method.reserves else 0,
-            ),
-            make=lambda index: method.build(questions[index], marker),
-            num_questions=num_questions(key, len(questions)),
-            clients=key.concurrency if limited_by_clients else None,
+        plan = run_plan(
+            method,
+            workload,
+            num_blocks=num_blocks,
+            concurrency=key.concurrency,
             is_closed_loop=key.is_closed_loop,
+            reserve_tokens=settings.growth_reserve_tokens,
+            token_time_s=token_time_s or 1.0,
             costs=costs,
         )
         found = drive(engine, plan, sample_s=settings.sample_s)
@@ -246,16 +285,14 @@ class Worker:
 
 def _warm_up(engine: ExperimentEngine, workload: Workload) -> None:
     """Answer a few questions, so that no run pays for the one-time setup of a real engine."""
-    from cluster.lab.experiments.driver import RunPlan, drive
-    from cluster.lab.experiments.engine import Conditions
+    from cluster.lab.experiments.driver import drive
 
-    questions = workload.questions[:_WARM_UP_ANSWERS]
-
-    def make(method: Method, index: int) -> Program:
-        return method.build(questions[index], workload.marker_id)
-
+    few = Workload(workload.questions[:_WARM_UP_ANSWERS], workload.marker_id)
     for name in (SEQUENTIAL, EAGER):
-        plan = RunPlan(Conditions(), partial(make, METHODS[name]), len(questions))
+        plan = run_plan(
+            METHODS[name], few, num_blocks=engine.num_blocks, concurrency=len(few.questions),
+            is_closed_loop=False, reserve_tokens=0,
+        )  # fmt: skip
         drive(engine, plan, sample_s=1.0)
 
 
@@ -263,13 +300,6 @@ def freeze_garbage() -> None:
     """Exempt existing objects from garbage collection, which vLLM's many objects make slow."""
     gc.collect()
     gc.freeze()
-
-
-def num_questions(key: RunKey, available: int) -> int:
-    """Return how many questions a run measures."""
-    if not key.is_closed_loop:
-        return available
-    return closed_loop_answers(key.concurrency, available)
 
 
 def run_of(key: RunKey, found: Drive, capacity_tokens: int, token_time_s: float | None) -> Run:
@@ -297,20 +327,12 @@ def run_of(key: RunKey, found: Drive, capacity_tokens: int, token_time_s: float 
         latency_s=spread(latencies),
         latency_p99_s=latencies[min(int(0.99 * len(latencies)), len(latencies) - 1)],
         token_latency_s=statistics.fmean(each.latency_s / each.text_tokens for each in served),
-        steps=counts.steps,
-        rows=counts.rows,
         sequences=found.sequences,
-        computed_tokens=counts.computed_tokens,
         prompt_tokens=found.prompt_tokens,
-        preemptions=counts.preemptions,
-        peak_kv_tokens=counts.peak_kv_tokens,
-        largest_rows=counts.largest_rows,
-        largest_tokens=counts.largest_tokens,
         forks=found.forks,
         forks_delayed=found.forks_delayed,
-        attended_tokens=None if totals is None else totals.attended_tokens,
-        blocks=None if totals is None else totals.blocks,
-        distinct_blocks=None if totals is None else totals.distinct_blocks,
+        **{name: getattr(counts, name) for name in _COUNTED},
+        **{name: None if totals is None else getattr(totals, name) for name in _VIRTUAL},
         held_back_steps=(
             None if totals is None else totals.row_limited_steps + totals.token_limited_steps
         ),
@@ -319,24 +341,29 @@ def run_of(key: RunKey, found: Drive, capacity_tokens: int, token_time_s: float 
     )
 
 
+def total(counts: Iterable[CategoryCounts]) -> CategoryCounts:
+    """Return the sums of counts."""
+    values = [each.model_dump() for each in counts]
+    return CategoryCounts(
+        **{name: sum(each[name] for each in values) for name in CategoryCounts.model_fields}
+    )
+
+
 def _by_category(served: Sequence[Served]) -> dict[str, CategoryCounts]:
-    sums: dict[str, dict[str, int]] = {}
+    found: dict[str, list[CategoryCounts]] = {}
     for each in served:
         known = each.statistics
-        if known is None:
-            continue
-        counts = sums.setdefault(each.category, dict.fromkeys(CategoryCounts.model_fields, 0))
-        values = {
-            "answers": 1,
-            "forked": int(known.forks > 0),
-            "threads": known.threads,
-            "predicted_tokens": known.text_tokens + known.forks + known.threads,
-            "sequential_predicted_tokens": known.sequential_steps,
-            "max_cached_tokens": known.max_cached_tokens,
-            "sequential_max_cached_tokens": known.sequential_max_cached_tokens,
-            "attended_tokens": known.attended_tokens,
-            "sequential_attended_tokens": known.sequential_attended_tokens,
-        }
-        for name, value in values.items():
-            counts[name] += value
-    return {name: CategoryCounts(**counts) for name, counts in sorted(sums.items())}
+        if known is not None:
+            counts = CategoryCounts(
+                answers=1,
+                forked=int(known.forks > 0),
+                threads=known.threads,
+                predicted_tokens=known.text_tokens + known.forks + known.threads,
+                sequential_predicted_tokens=known.sequential_steps,
+                max_cached_tokens=known.max_cached_tokens,
+                sequential_max_cached_tokens=known.sequential_max_cached_tokens,
+                attended_tokens=known.attended_tokens,
+                sequential_attended_tokens=known.sequential_attended_tokens,
+            )
+            found.setdefault(each.category, []).append(counts)
+    return {name: total(counts) for name, counts in sorted(found.items())}

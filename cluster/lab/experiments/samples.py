@@ -56,20 +56,6 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), lower, upper)
 
 
-@dataclass(slots=True)
-class _Sums:
-    steps: int = 0
-    tokens: int = 0
-    kv_tokens: int = 0
-    rows: int = 0
-
-    def add(self, tokens: int, kv_tokens: int, rows: int) -> None:
-        self.steps += 1
-        self.tokens += tokens
-        self.kv_tokens += kv_tokens
-        self.rows += rows
-
-
 class Sampler:
     """Sums up steps into samples of at least `interval_s` seconds."""
 
@@ -86,32 +72,31 @@ class Sampler:
         self._interval_s = interval_s
         self._now_s = now_s
         self._start_s = self._opened_s = now_s()
-        self._open = _Sums()
-        self._all = _Sums()
+        # Steps and sums of tokens, KV tokens and rows: of the run, and before the open interval.
+        self._sums = self._opened = (0, 0, 0, 0)
 
     def add_step(self, *, tokens: int, kv_tokens: int, rows: int) -> None:
         """Count a step that has just ended."""
-        for sums in (self._open, self._all):
-            sums.add(tokens, kv_tokens, rows)
+        steps, *sums = self._sums
+        self._sums = (steps + 1, sums[0] + tokens, sums[1] + kv_tokens, sums[2] + rows)
         now_s = self._now_s()
         if now_s - self._opened_s >= self._interval_s:
-            self._close(now_s)
+            self.samples.append(self._sample(self._opened, self._opened_s, now_s))
+            self._opened_s, self._opened = now_s, self._sums
 
     def whole(self) -> Sample:
         """Return one sample of all steps so far, including the open interval; needs a step."""
-        return self._sample(self._all, self._start_s, self._now_s())
+        return self._sample((0, 0, 0, 0), self._start_s, self._now_s())
 
-    def _close(self, now_s: float) -> None:
-        self.samples.append(self._sample(self._open, self._opened_s, now_s))
-        self._opened_s = now_s
-        self._open = _Sums()
-
-    def _sample(self, sums: _Sums, since_s: float, now_s: float) -> Sample:
+    def _sample(self, before: tuple[int, ...], since_s: float, now_s: float) -> Sample:
+        steps, tokens, kv_tokens, rows = (
+            after - start for after, start in zip(self._sums, before, strict=True)
+        )
         return Sample(
             at_s=now_s - self._start_s,
-            tokens_per_s=sums.tokens / (now_s - since_s),
-            kv_tokens=sums.kv_tokens / sums.steps,
-            rows=sums.rows / sums.steps,
+            tokens_per_s=tokens / (now_s - since_s),
+            kv_tokens=kv_tokens / steps,
+            rows=rows / steps,
             has_pending=self._has_pending(),
             running=self._num_running(),
         )

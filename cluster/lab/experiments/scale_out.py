@@ -6,66 +6,115 @@ token is measured too; it limits the tokens per second that the cores can carry.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+import yaml
 
-from apar_core.errors import EvaluationError
-from apar_core.reporting import PLOT_SETTINGS, Column, Report, ReportTable
-from cluster.lab.experiments.parts import PartStore
-from cluster.lab.experiments.served_cluster import APAR, ServedCluster, served_cluster
-from cluster.lab.experiments.settings import file_digest
+from apar_core.errors import EngineError, EvaluationError
+from apar_core.reporting import Report, ReportTable
+from cluster.lab.experiments.parts import PartStore, StartStage
+from cluster.lab.experiments.settings import ScaleOutSettings
+from cluster.lab.plots import panels
+from cluster.lab.tables import Value, table_of
+from cluster.local_ray import free_port
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+APAR = ("-c", "from cluster.cli.main import app; app()")
+"""Python arguments that run the `apar` command of this installation."""
+_START_S = 300.0
+_STOP_S = 120.0
+_POLL_S = 0.5
 _BAR_WIDTH = 0.38
 
 
-class ScaleOutSettings(BaseModel):
-    """The model, its replicas, and the load on them."""
+@dataclass(frozen=True, slots=True)
+class ServedCluster:
+    """A server that is ready: its URL, and the process from which all its others descend."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    url: str
+    process: psutil.Process
 
-    trace: Path
-    model: str = "apar-tiny"
-    replicas: tuple[PositiveInt, ...] = Field((1, 2), min_length=1)
-    requests: PositiveInt = 96
-    concurrency: PositiveInt = 32
-    repeats: PositiveInt = 3
-    engine: Mapping[str, Any] = {}
-
-    def served_model(self, replicas: int) -> dict[str, Any]:
-        """Return a `models` entry in which the kernels of each replica use one core."""
-        return {
-            "checkpoint": self.model,
-            "replicas": replicas,
-            "max_concurrency": self.concurrency,
-            "cpu_threads": 1,
-            "replay": True,
-            "engine": dict(self.engine),
-        }
-
-    def as_text(self) -> dict[str, str]:
-        """Return the settings to compare with those of an earlier run, the trace by its content."""
-        values = {name: str(value) for name, value in self.model_dump(mode="json").items()}
-        return {**values, "trace_sha256": file_digest(self.trace)}
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of all its processes so far, without those that have exited."""
+        total_s = 0.0
+        for process in (self.process, *self.process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total_s += times.user + times.system
+        return total_s
 
 
-class ReplicasRun(BaseModel):
+@contextmanager
+def served_cluster(model: dict[str, Any], folder: Path, name: str) -> Iterator[ServedCluster]:
+    """Serve one model (a `models` entry of the configuration) until the end of the context.
+
+    Configuration and log stay in the folder. Raises EngineError if the server does not get ready.
+    """
+    port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    config, log = folder / f"{name}.yaml", folder / f"{name}.log"
+    config.write_text(yaml.safe_dump({"port": port, "models": [model]}), encoding="utf-8")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *APAR, "serve", "--config", str(config)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_ready(url, process, log)
+        yield ServedCluster(url, psutil.Process(process.pid))
+    finally:
+        _stop(process)
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(httpx.HTTPError):
+            # /v1/models answers before a replica runs, without the model's folder and context.
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(_POLL_S)
+    last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    raise EngineError(f"apar serve did not get ready within {_START_S:g} s; {log} ends: {last}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop the server gracefully; kill its whole session if it does not exit."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        # The server leads its own session, so no other process is in the group.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasRun:
     """Forked or sequential decoding with a number of replicas.
 
     CPU seconds are of all server processes, and of the client, over all repeats, including warm-up
     and reports of the load test.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     replicas: int
     forked: bool
@@ -101,59 +150,61 @@ def run_replicas(
     names = {forked: _load_name(replicas, forked) for forked in (False, True)}
     missing = [forked for forked, name in names.items() if not store.has(name)]
     if missing:
-        model = settings.served_model(replicas)
+        # The kernels of each replica use one core.
+        model = {
+            "checkpoint": settings.model,
+            "replicas": replicas,
+            "max_concurrency": settings.concurrency,
+            "cpu_threads": 1,
+            "replay": True,
+        }
         with served_cluster(model, folder, f"serve-{replicas}") as served:
             for forked in missing:
                 run = _load(settings, served, replicas, folder, forked)
-                store.add(names[forked], run.model_dump())
+                store.add(names[forked], asdict(run))
     return [ReplicasRun(**store.find(name)) for name in names.values()]
 
 
 def scale_out_table(runs: Sequence[ReplicasRun]) -> ReportTable:
     """Return throughput and CPU time by replicas, and throughput relative to the fewest."""
     num_cores = psutil.cpu_count() or 1
-    columns = (
-        Column("decoding"),
-        Column("replicas", "d"),
-        Column("text tokens/s", ".0f"),
-        Column("x fewest replicas", ".2f"),
-        Column("latency s", ".2f"),
-        Column("cores used", ".2f"),
-        Column("CPU ms a token", ".3f"),
-        Column("tokens/s at most", ".0f"),
-    )
-    rows = []
-    for run in sorted(runs, key=lambda each: (each.forked, each.replicas)):
-        alike = [each for each in runs if each.forked == run.forked]
-        fewest = min(alike, key=lambda each: each.replicas)
-        rows.append(
-            (
-                "forked" if run.forked else "sequential",
-                run.replicas,
-                run.tokens_per_s,
-                run.tokens_per_s / fewest.tokens_per_s,
-                run.latency_mean_s,
-                run.cores_used,
-                run.cpu_ms_per_token,
-                1000 * num_cores / run.cpu_ms_per_token,
-            )
-        )
-    return ReportTable(
+    ordered = sorted(runs, key=lambda run: (run.forked, run.replicas))
+    fewest = {run.forked: run for run in reversed(ordered)}
+    return table_of(
         "replicas",
         f"Replicas on this machine of {num_cores} cores",
-        columns,
-        tuple(rows),
+        ordered,
+        (
+            Value("decoding", "", lambda run: "forked" if run.forked else "sequential"),
+            Value("replicas", "d", lambda run: run.replicas),
+            Value("text tokens/s", ".0f", lambda run: run.tokens_per_s),
+            Value(
+                "x fewest replicas",
+                ".2f",
+                lambda run: run.tokens_per_s / fewest[run.forked].tokens_per_s,
+            ),
+            Value("latency s", ".2f", lambda run: run.latency_mean_s),
+            Value("cores used", ".2f", lambda run: run.cores_used),
+            Value("CPU ms a token", ".3f", lambda run: run.cpu_ms_per_token),
+            Value("tokens/s at most", ".0f", lambda run: 1000 * num_cores / run.cpu_ms_per_token),
+        ),
         note=f"tokens/s at most: what {num_cores} cores could carry at this CPU time per token of "
         "server, gateway, proxy and client together. CPU and cores include the client's imports, "
         "tokenizing and report, and the warm-up, which the duration leaves out.",
     )
 
 
-def report_scale_out(settings: ScaleOutSettings, runs: Sequence[ReplicasRun]) -> Report:
-    """Return the report with table and plot."""
+def report_scale_out(settings: ScaleOutSettings, folder: Path, start_stage: StartStage) -> Report:
+    """Run the loads that the folder does not have, and report all of them."""
+    store = PartStore(folder, settings.as_text())
+    done = start_stage("numbers of replicas", len(settings.replicas))
+    runs: list[ReplicasRun] = []
+    for number in settings.replicas:
+        runs += run_replicas(settings, number, folder, store)
+        done()
     facts = {
         "Model": settings.model,
-        "Load": f"{settings.requests} answers of {settings.trace}, {settings.concurrency} under "
+        "Load": f"{settings.answers} answers of {settings.trace}, {settings.concurrency} under "
         f"way at once, {settings.repeats} repeats",
         "More replicas": "predicted by `apar simulate --replicas 1,2,4,8`",
     }
@@ -162,21 +213,16 @@ def report_scale_out(settings: ScaleOutSettings, runs: Sequence[ReplicasRun]) ->
         facts,
         [scale_out_table(runs)],
         {"scale-out": scale_out_figure(runs)},
-        {"runs": [run.model_dump(mode="json") for run in runs]},
+        {"runs": [asdict(run) for run in runs]},
     )
 
 
 def scale_out_figure(runs: Sequence[ReplicasRun]) -> Figure:
     """Draw throughput as bars, labelled with its ratio to that of the fewest replicas."""
-    # matplotlib takes a second to import.
-    import matplotlib as mpl
-    from matplotlib.figure import Figure as NewFigure
-
+    # Imports matplotlib, which takes a second.
     from cluster.lab.experiments.plots import METHOD_COLOURS
 
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure = NewFigure(figsize=(5.8, 4), layout="constrained")
-        panel = figure.subplots()
+    with panels(1, 1, (5.8, 4)) as (figure, ((panel,),)):
         numbers = sorted({run.replicas for run in runs})
         for offset, forked in ((-_BAR_WIDTH / 2, False), (_BAR_WIDTH / 2, True)):
             alike = sorted(
@@ -193,9 +239,7 @@ def scale_out_figure(runs: Sequence[ReplicasRun]) -> Figure:
             labels = [f"{rate:,.0f}\n{rate / rates[0]:.2f}x" for rate in rates]
             panel.bar_label(bars, labels, padding=2, fontsize=8)
         panel.set_xticks(range(len(numbers)), [str(number) for number in numbers])
-        panel.set_title("Measured on this machine")
-        panel.set_xlabel("replicas")
-        panel.set_ylabel("text tokens / s")
+        panel.set(title="Measured on this machine", xlabel="replicas", ylabel="text tokens / s")
         panel.set_ylim(0, 1.3 * max(run.tokens_per_s for run in runs))
         panel.legend(frameon=False, loc="upper left", ncols=2)
     return figure
@@ -213,7 +257,7 @@ def _load(
         shutil.rmtree(out)
     arguments = [
         "loadtest", "run", "--target", served.url, "--replay", str(settings.trace),
-        "--concurrency", str(settings.concurrency), "--answers", str(settings.requests),
+        "--concurrency", str(settings.concurrency), "--answers", str(settings.answers),
         "--repeats", str(settings.repeats), "--out", str(out),
     ]  # fmt: skip
     server_before_s = served.cpu_s()

@@ -14,27 +14,27 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from itertools import cycle, islice
-from multiprocessing import get_context
+from itertools import chain, count, cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
-
-from apar_core.errors import EngineError, EvaluationError
-from apar_core.reporting import Column, Report, ReportTable
+from apar_core.errors import EvaluationError
+from apar_core.reporting import Report, ReportTable
 from cluster.lab.experiments.parts import PartStore, StartStage
+from cluster.lab.experiments.program import replay_sampling
+from cluster.lab.experiments.settings import SchedulerCostSettings
+from cluster.lab.grid import worker_pool
+from cluster.lab.settings import ModelOnGpu
+from cluster.lab.tables import Value, table_of
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from apar_core.engine.offline_engine import OfflineEngine
     from apar_core.vllm_names import SchedulerOutput
-    from cluster.lab.virtual.engine import VirtualSpec
     from cluster.loadtest.replay_answers import ReplayAnswer
 
 Way = Literal["vLLM", "ours, sequential", "ours, forked"]
@@ -44,21 +44,6 @@ COST_GOAL = 1.15
 """Goal for the engine core's time per row with forks, relative to vLLM's scheduler."""
 
 _TURN_STEPS = 16
-
-
-class SchedulerCostSettings(BaseModel):
-    """Load of `apar experiment scheduler-cost`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    trace: Path
-    model: str = "llama-7b"
-    gpu: str = "a100-80gb"
-    answers: PositiveInt = 948
-    max_requests: PositiveInt = 350
-    kv_share: PositiveFloat = 0.9
-    streams: bool = False
-    rounds: PositiveInt = 3
 
 
 @dataclass(slots=True)
@@ -119,22 +104,21 @@ def report_scheduler_cost(
     settings: SchedulerCostSettings, folder: Path, start_stage: StartStage
 ) -> Report:
     """Measure the rounds that the folder does not have, and report all of them."""
-    store = PartStore(folder, {name: str(value) for name, value in settings if name != "rounds"})
-    rounds: dict[Way, list[RunCost]] = {way: [] for way in WAYS}
-    done = start_stage("rounds", settings.rounds)
+    store = PartStore(folder, settings.as_text())
+    names = [f"round-{number}" for number in range(settings.repeats)]
+    done = start_stage("rounds", settings.repeats)
     with ExitStack() as stack:
-        processes: list[_Process] = []
-        for number in range(settings.rounds):
-            name = f"round-{number}"
+        pools: dict[Way, ProcessPoolExecutor] = {}
+        for name in names:
             if not store.has(name):
-                if not processes:
-                    processes = [stack.enter_context(_process(way, settings)) for way in WAYS]
-                store.add(name, {way: asdict(run) for way, run in _round(processes).items()})
-            found = store.find(name)
-            for way in WAYS:
-                rounds[way].append(RunCost(**found[way]))
+                if not pools:
+                    pools = {
+                        way: stack.enter_context(worker_pool(1, _start, way, settings))
+                        for way in WAYS
+                    }
+                store.add(name, {way: asdict(run) for way, run in _round(pools).items()})
             done()
-    costs = {way: way_cost(runs) for way, runs in rounds.items()}
+    costs = {way: way_cost([RunCost(**store.find(name)[way]) for name in names]) for way in WAYS}
     ratio = costs["ours, forked"].core_us / costs["vLLM"].core_us
     return Report(
         "The engine's own time per row",
@@ -142,12 +126,12 @@ def report_scheduler_cost(
             "Engine": f"{settings.model} with the KV cache of an {settings.gpu}, in virtual time; "
             "CPU times are measured on this machine",
             "Load": f"{settings.answers} answers of {settings.trace.name}, at most "
-            f"{settings.max_requests} requests at once, {settings.kv_share:g} of the KV cache; "
+            f"{settings.concurrency} requests at once, {settings.kv_share:g} of the KV cache; "
             f"{'text is streamed' if settings.streams else 'token ids come at the end'}",
             "Engine core with forks over vLLM's": f"{ratio:.3f}x per row "
             f"(goal {COST_GOAL}x: {'met' if ratio <= COST_GOAL else 'missed'})",
         },
-        [cost_table(costs, settings.rounds)],
+        [cost_table(costs, settings.repeats)],
         {},
         {
             way: asdict(cost) | {"run": asdict(replace(cost.run, step_us=[]))}
@@ -158,110 +142,68 @@ def report_scheduler_cost(
 
 def cost_table(costs: Mapping[Way, WayCost], num_rounds: int) -> ReportTable:
     """Return the time per row and step by part, and per text token, for each way of scheduling."""
-    rows = tuple(
-        (
-            way,
-            cost.schedule_us,
-            cost.update_us,
-            cost.core_us,
-            cost.core_us / costs["vLLM"].core_us,
-            cost.outputs_us,
-            cost.core_token_us,
-            cost.run.rows / cost.run.steps,
-            cost.run.steps,
-            cost.run.forks,
-            cost.run.preemptions,
-            cost.run.digest[:8],
-        )
-        for way, cost in costs.items()
-    )
-    columns = (
-        Column("scheduler"),
-        Column("schedule us", ".2f"),
-        Column("update us", ".2f"),
-        Column("both us", ".2f"),
-        Column("x vLLM", ".3f"),
-        Column("output processing us", ".2f"),
-        Column("both us per text token", ".2f"),
-        Column("rows per step", ".0f"),
-        Column("steps", ".0f"),
-        Column("forks", ".0f"),
-        Column("preemptions", ".0f"),
-        Column("hash of steps"),
-    )
-    return ReportTable(
+    vllm_us = costs["vLLM"].core_us
+    return table_of(
         "scheduler-cost",
         "CPU microseconds per row and step",
-        columns,
-        rows,
+        costs.items(),
+        (
+            Value("scheduler", "", lambda each: each[0]),
+            Value("schedule us", ".2f", lambda each: each[1].schedule_us),
+            Value("update us", ".2f", lambda each: each[1].update_us),
+            Value("both us", ".2f", lambda each: each[1].core_us),
+            Value("x vLLM", ".3f", lambda each: each[1].core_us / vllm_us),
+            Value("output processing us", ".2f", lambda each: each[1].outputs_us),
+            Value("both us per text token", ".2f", lambda each: each[1].core_token_us),
+            Value("rows per step", ".0f", lambda each: each[1].run.rows / each[1].run.steps),
+            Value("steps", ".0f", lambda each: each[1].run.steps),
+            Value("forks", ".0f", lambda each: each[1].run.forks),
+            Value("preemptions", ".0f", lambda each: each[1].run.preemptions),
+            Value("hash of steps", "", lambda each: each[1].run.digest[:8]),
+        ),
         note=f"The shortest time of each step in {num_rounds} rounds, over whole runs: prompts, "
         "forks and ends are included. A server processes outputs in a different process from the "
         "engine core. Runs with the same hash had the same steps.",
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """A process with the engine of one way of scheduling, which runs steps on request."""
-
-    way: Way
-    connection: Connection
-
-    def call(self, steps: int) -> tuple[float, RunCost | None]:
-        """Run steps; return the generated share of the text, and the cost if the run has ended."""
-        self.connection.send(steps)
-        answer = self.connection.recv()
-        if isinstance(answer, str):
-            raise EngineError(f"{self.way}: {answer}")
-        progress, cost = answer
-        return float(progress), cost
-
-
-def _round(processes: Sequence[_Process]) -> dict[Way, RunCost]:
+def _round(pools: Mapping[Way, ProcessPoolExecutor]) -> dict[Way, RunCost]:
     """Run each way once, in turns; next is the one that has generated the least text."""
     costs: dict[Way, RunCost] = {}
-    progress = {process: process.call(0)[0] for process in processes}
+    progress = dict.fromkeys(pools, 0.0)
     while progress:
-        process = min(progress, key=lambda each: progress[each])
-        progress[process], cost = process.call(_TURN_STEPS)
+        way = min(progress, key=lambda each: progress[each])
+        progress[way], cost = pools[way].submit(_run_steps, _TURN_STEPS).result()
         if cost is not None:
-            costs[process.way] = cost
-            del progress[process]
-    return costs
+            costs[way] = cost
+            del progress[way]
+    return {way: costs[way] for way in pools}
 
 
-@contextmanager
-def _process(way: Way, settings: SchedulerCostSettings) -> Iterator[_Process]:
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(way, settings, theirs), daemon=True)
-    process.start()
-    # While this copy is open, the exit of the process would go unnoticed.
-    theirs.close()
-    try:
-        yield _Process(way, ours)
-    finally:
-        ours.close()
-        process.join()
+# ---- in the process of a way --------------------------------------------------------------------
 
 
-def _serve(way: Way, settings: SchedulerCostSettings, connection: Connection) -> None:
-    """Run rounds, a few steps per message, until the connection is closed."""
-    with TemporaryDirectory(prefix="apar-scheduler-cost-") as folder:
-        measured = _MeasuredEngine(way, settings, Path(folder))
-        while True:
-            run = measured.run()
-            cost: RunCost | None = None
-            while cost is None:
-                try:
-                    steps = connection.recv()
-                except EOFError:
-                    return
-                for _ in range(steps):
-                    cost = next(run)
-                    if cost is not None:
-                        break
-                connection.send((measured.progress, cost))
+class _Running(NamedTuple):
+    engine: _MeasuredEngine
+    folder: TemporaryDirectory[str]
+
+
+_running: _Running | None = None
+"""The engine of this process."""
+
+
+def _start(way: Way, settings: SchedulerCostSettings) -> None:
+    global _running
+    folder = TemporaryDirectory(prefix="apar-scheduler-cost-")
+    _running = _Running(_MeasuredEngine(way, settings, Path(folder.name)), folder)
+
+
+def _run_steps(steps: int) -> tuple[float, RunCost | None]:
+    """Run steps; return the generated share of the text, and the cost if the run has ended."""
+    assert _running is not None
+    engine = _running.engine
+    cost = next((cost for cost in islice(engine.steps, steps) if cost is not None), None)
+    return engine.progress, cost
 
 
 class _MeasuredEngine:
@@ -276,12 +218,14 @@ class _MeasuredEngine:
         self._scheduler: Any = engine.scheduler
         self._forked = way == "ours, forked"
         self._streams = settings.streams
-        self._answers = _answers(settings, folder)
+        self._answers = _answers(settings)
         self._num_tokens = sum(answer.text_tokens for answer in self._answers)
         self._cost = RunCost()
         self._num_generated = 0
         self._digest = hashlib.blake2b(digest_size=16)
         self._block_names: dict[int, int] = {}
+        self.steps = chain.from_iterable(self.run() for _ in count())
+        """The steps of run after run, as `run` yields them."""
         self._time_parts()
 
     @property
@@ -319,52 +263,37 @@ class _MeasuredEngine:
 
     def _submit(self, number: int, answer: ReplayAnswer) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        from apar_core.engine.replay import replay_args
 
         scripts = answer.scripts(forked=self._forked)
-        extra_args = replay_args(scripts) | {"apar_enabled": self._forked}
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=answer.max_tokens,
-            detokenize=self._streams,
-            extra_args=extra_args,
-            output_kind=RequestOutputKind.DELTA if self._streams else RequestOutputKind.FINAL_ONLY,
-        )
+        sampling = replay_sampling(scripts, max_tokens=answer.max_tokens, streams=self._streams)
+        sampling["extra_args"]["apar_enabled"] = self._forked
+        sampling["detokenize"] = self._streams
         prompt = {"prompt_token_ids": list(answer.prompt_ids)}
-        self._llm_engine.add_request(f"{number}", prompt, sampling, arrival_time=float(number))
+        params = SamplingParams(**sampling)
+        self._llm_engine.add_request(f"{number}", prompt, params, arrival_time=float(number))
 
     def _time_parts(self) -> None:
         """Put timers around the scheduler and the output processor."""
-        schedule, update = self._scheduler.schedule, self._scheduler.update_from_output
-        process = self._llm_engine.output_processor.process_outputs
 
-        def timed_schedule(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.thread_time()
-            step = schedule(*args, **kwargs)
-            self._add_time(0, began_s)
-            self._note(step)
-            return step
+        def timed(part: int, call: Callable[..., Any], note: Callable[[Any], None]) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                began_s = time.thread_time()
+                result = call(*args, **kwargs)
+                self._add_time(part, began_s)
+                note(result)
+                return result
 
-        def timed_update(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.thread_time()
-            outputs = update(*args, **kwargs)
-            self._add_time(1, began_s)
+            return run
+
+        def count_tokens(outputs: Any) -> None:
             self._num_generated += sum(
                 len(output.new_token_ids) for each in outputs.values() for output in each.outputs
             )
-            return outputs
 
-        def timed_process(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.thread_time()
-            processed = process(*args, **kwargs)
-            self._add_time(2, began_s)
-            return processed
-
-        self._scheduler.schedule = timed_schedule
-        self._scheduler.update_from_output = timed_update
-        self._llm_engine.output_processor.process_outputs = timed_process
+        scheduler, processor = self._scheduler, self._llm_engine.output_processor
+        scheduler.schedule = timed(0, scheduler.schedule, self._note)
+        scheduler.update_from_output = timed(1, scheduler.update_from_output, count_tokens)
+        processor.process_outputs = timed(2, processor.process_outputs, lambda _: None)
 
     def _add_time(self, part: int, began_s: float) -> None:
         self._cost.step_us[-1][part] += round(1e6 * (time.thread_time() - began_s), 1)
@@ -395,7 +324,7 @@ class _MeasuredEngine:
 def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineEngine:
     """Return a virtual engine for a way of scheduling."""
     from apar_core.engine.offline_engine import OfflineEngine
-    from cluster.lab.virtual.engine import engine_arguments, write_model_folder
+    from cluster.lab.virtual.engine import VirtualSpec, engine_arguments, write_model_folder
     from cluster.lab.virtual.executor import AsyncVirtualExecutor, VirtualDevice
 
     class VllmExecutor(AsyncVirtualExecutor):
@@ -409,14 +338,21 @@ def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineE
         def _any_child_left_out(self, *_: Any) -> bool:
             return False
 
-    spec = _spec(settings)
+    device = ModelOnGpu(settings.model, settings.gpu)
+    spec = VirtualSpec(
+        device.size.config,
+        device.costs,
+        round(settings.kv_share * device.kv_tokens),
+        # Without forks and the reserve, which vLLM lacks, both schedulers run the same steps.
+        forks={"max_requests": settings.concurrency, "growth_reserve_tokens": 0},
+    )
     arguments = engine_arguments(spec, write_model_folder(spec.config, folder, spec.checkpoint))
     arguments["disable_log_stats"] = not settings.streams
     if way == "vLLM":
         arguments |= {
             "scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
             "distributed_executor_backend": VllmExecutor,
-            "max_num_seqs": settings.max_requests,
+            "max_num_seqs": settings.concurrency,
         }
     engine = OfflineEngine(arguments.pop("model"), **arguments)
     core: Any = engine.llm.llm_engine
@@ -424,23 +360,7 @@ def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineE
     return engine
 
 
-def _spec(settings: SchedulerCostSettings) -> VirtualSpec:
-    from apar_core.step_costs.gpus import find_gpu
-    from apar_core.step_costs.models import find_model
-    from apar_core.step_costs.predict import kv_tokens, step_costs
-    from cluster.lab.virtual.engine import VirtualSpec
-
-    model, gpu = find_model(settings.model), find_gpu(settings.gpu)
-    return VirtualSpec(
-        model.config,
-        step_costs(model, gpu),
-        round(settings.kv_share * kv_tokens(model, gpu)),
-        # Without forks and the reserve, which vLLM lacks, both schedulers run the same steps.
-        forks={"max_requests": settings.max_requests, "growth_reserve_tokens": 0},
-    )
-
-
-def _answers(settings: SchedulerCostSettings, folder: Path) -> list[ReplayAnswer]:
+def _answers(settings: SchedulerCostSettings) -> list[ReplayAnswer]:
     """Return the answers of the trace, repeated or cut to the number in the settings."""
     from cluster.lab.virtual.text import virtual_text
     from cluster.loadtest.replay_answers import replay_answers

@@ -15,16 +15,16 @@ from apar_core.offline.evaluation.paper_figures import (
     ATTENDED_TOKENS,
     CACHED_TOKENS,
     MEAN_ACCELERATED,
-    PaperTables,
     paper_model,
 )
 from apar_core.reporting import Column, ReportTable
 from cluster.lab.experiments.methods import METHODS, SEQUENTIAL
-from cluster.lab.experiments.runs import CategoryCounts, Run
+from cluster.lab.experiments.runs import CategoryCounts, Run, total
 from cluster.lab.experiments.samples import LEAST_SAMPLES
 from cluster.lab.experiments.settings import ExperimentSettings, RunKey
+from cluster.lab.tables import Value, table_of
 
-Value = Callable[[Run], float | None]
+Row = tuple[str | float | None, ...]
 
 PAPER_THROUGHPUT = (1.2, 1.7)
 """The paper's throughput ratios to sequential decoding, at equal KV memory (section 3.4)."""
@@ -49,7 +49,7 @@ class Comparison:
         """Steady-state samples of the run with the fewest; 0: whole runs are compared."""
         return min(run.kept_samples for pair in self.pairs for run in pair)
 
-    def median(self, value: Value) -> float | None:
+    def median(self, value: Callable[[Run], float | None]) -> float | None:
         """Return the median of a value over rounds; None if no run has it."""
         values = [found for run, _ in self.pairs if (found := value(run)) is not None]
         return statistics.median(values) if values else None
@@ -96,44 +96,56 @@ def device_label(key: RunKey, settings: ExperimentSettings) -> str:
     return settings.origin(device)
 
 
+def _median(title: str, form: str, value: Callable[[Run], float | None]) -> Value:
+    return Value(title, form, lambda each: each.median(value))
+
+
+def _place(settings: ExperimentSettings) -> tuple[Value, ...]:
+    """Return the columns that say of which runs a comparison is."""
+
+    def load(key: RunKey) -> str:
+        number = key.concurrency
+        return f"{number} in a loop" if key.is_closed_loop else f"queue, {number}"
+
+    return (
+        Value("model", "", lambda each: each.key.model),
+        Value("device", "", lambda each: device_label(each.key, settings)),
+        Value("trace", "", lambda each: each.key.trace),
+        Value("KV share", "g", lambda each: each.key.kv_share),
+        Value("load", "", lambda each: load(each.key)),
+        Value("method", "", lambda each: each.key.method),
+    )
+
+
+def _ratios(form: str) -> tuple[Value, ...]:
+    return (
+        Value("throughput x", form, lambda each: each.throughput),
+        Value("whole run x", form, lambda each: each.whole_throughput),
+        Value("latency x", form, lambda each: each.latency),
+    )
+
+
 def ratio_table(found: Sequence[Comparison], settings: ExperimentSettings) -> ReportTable:
     """Return every ratio to sequential decoding, losses included.
 
     Values that are the same in all rows are in the title.
     """
-    places = [_place(each.key, settings) for each in found]
-    varying = [index for index in range(len(_PLACE_COLUMNS)) if len({p[index] for p in places}) > 1]
-    common = [str(each) for index, each in enumerate(places[0]) if index not in varying]
-    columns = (
-        *(_PLACE_COLUMNS[index] for index in varying),
-        Column("throughput x", ".2f"),
-        Column("whole run x", ".2f"),
-        Column("latency x", ".2f"),
-        Column("tokens/s", ".0f"),
-        Column("latency s", ".1f"),
-        Column("rows a step", ".0f"),
-        Column("preempted", ".0f"),
-        Column("kept samples", ".0f"),
-    )
-    rows = tuple(
-        (
-            *(place[index] for index in varying),
-            each.throughput,
-            each.whole_throughput,
-            each.latency,
-            each.median(_text_tokens_per_s),
-            each.median(_mean_latency_s),
-            each.median(lambda run: run.rows / run.steps),
-            each.median(lambda run: run.preemptions),
-            each.kept_samples,
-        )
-        for place, each in zip(places, found, strict=True)
-    )
-    return ReportTable(
+    place = _place(settings)
+    varying = [value for value in place if len(set(map(value.of, found))) > 1]
+    common = [str(value.of(found[0])) for value in place if value not in varying]
+    return table_of(
         "ratios",
         ", ".join(["Each method over sequential decoding", *common]),
-        columns,
-        rows,
+        found,
+        (
+            *varying,
+            *_ratios(".2f"),
+            _median("tokens/s", ".0f", _text_tokens_per_s),
+            _median("latency s", ".1f", _mean_latency_s),
+            _median("rows a step", ".0f", lambda run: run.rows / run.steps),
+            _median("preempted", ".0f", lambda run: run.preemptions),
+            Value("kept samples", ".0f", lambda each: each.kept_samples),
+        ),
         note=f"x: ratio to sequential decoding; throughput above 1 and latency below 1 are gains. "
         f"Throughput: samples every {settings.sample_s:g} s, except the first third and samples "
         "without waiting requests (appendix C.2 of the paper). If fewer than "
@@ -144,30 +156,37 @@ def ratio_table(found: Sequence[Comparison], settings: ExperimentSettings) -> Re
 
 def run_table(found: Sequence[Comparison], settings: ExperimentSettings) -> ReportTable:
     """Return the counts behind the ratios."""
-    rows = tuple(
-        (
-            *_place(each.key, settings),
-            each.throughput,
-            each.whole_throughput,
-            each.latency,
-            *(each.median(value) for _, value in _COUNTS),
-            each.recomputed_tokens,
-        )
-        for each in found
-    )
-    columns = (
-        *_PLACE_COLUMNS,
-        Column("throughput x", ".3f"),
-        Column("whole run x", ".3f"),
-        Column("latency x", ".3f"),
-        *(column for column, _ in _COUNTS),
-        Column("recomputed tokens", ".0f"),
-    )
-    return ReportTable(
+    return table_of(
         "runs",
         "All runs",
-        columns,
-        rows,
+        found,
+        (
+            *_place(settings),
+            *_ratios(".3f"),
+            _median("KV tokens", ".0f", lambda run: run.capacity_tokens),
+            _median("answers", ".0f", lambda run: run.answers),
+            _median("kept samples", ".0f", lambda run: run.kept_samples),
+            _median("latency s", ".1f", _mean_latency_s),
+            _median("rows a step", ".1f", lambda run: run.rows / run.steps),
+            _median("preemptions", ".0f", lambda run: run.preemptions),
+            _median("text tokens/s", ".0f", _text_tokens_per_s),
+            _median("p25", ".0f", lambda run: run.throughput.p25),
+            _median("p75", ".0f", lambda run: run.throughput.p75),
+            _median("whole run tokens/s", ".0f", lambda run: run.whole_tokens_per_s),
+            _median("p99 latency s", ".1f", lambda run: run.latency_p99_s),
+            _median("latency ms a token", ".1f", lambda run: 1000 * run.token_latency_s),
+            _median("step ms", ".1f", lambda run: 1000 * run.step_s),
+            _median("steps", ".0f", lambda run: run.steps),
+            _median("largest rows", ".0f", lambda run: run.largest_rows),
+            _median("largest tokens", ".0f", lambda run: run.largest_tokens),
+            _median("held-back steps", ".0f", lambda run: run.held_back_steps),
+            _median("attended tokens a row", ".0f", lambda run: run.attended_per_row),
+            _median("distinct KV blocks %", ".0f", lambda run: run.distinct_percent),
+            _median("peak KV tokens", ".0f", lambda run: run.peak_kv_tokens),
+            _median("forks", ".0f", lambda run: run.forks),
+            _median("forks delayed", ".0f", lambda run: run.forks_delayed),
+            Value("recomputed tokens", ".0f", lambda each: each.recomputed_tokens),
+        ),
         note="Largest rows and tokens: of any step. Distinct KV blocks: each block counted once "
         "per step, as a share of the blocks that all rows of the step read. Held-back steps: steps "
         "in which the limit on rows or tokens held back a forked thread. Recomputed: prompt tokens "
@@ -178,15 +197,8 @@ def run_table(found: Sequence[Comparison], settings: ExperimentSettings) -> Repo
 def claim_table(found: Sequence[Comparison], settings: ExperimentSettings) -> ReportTable:
     """Return the range of the ratios of each of our methods, with that of the paper."""
     groups = _our_groups(found, settings)
-    columns = (
-        Column("model"),
-        Column("device"),
-        Column("trace"),
-        Column("method"),
-        Column("throughput x"),
-        Column("latency x"),
-    )
-    rows: list[tuple[str | float | None, ...]] = []
+    titles = ("model", "device", "trace", "method", "throughput x", "latency x")
+    rows: list[Row] = []
     for place, group in groups.items():
         queued = [each for each in group if not each.key.is_closed_loop]
         latency = [each.latency for each in group if each.key.is_closed_loop]
@@ -197,7 +209,7 @@ def claim_table(found: Sequence[Comparison], settings: ExperimentSettings) -> Re
     return ReportTable(
         "claims",
         "Range of the ratios to sequential decoding, beside the paper's",
-        columns,
+        tuple(map(Column, titles)),
         tuple(rows),
         note="Throughput over all shares of the KV cache with a full queue (figure 5a), latency "
         "over all concurrencies in a closed loop (figure 5b). The paper (section 3.4, figure 5) "
@@ -223,7 +235,7 @@ def sentence_table(found: Sequence[Comparison], settings: ExperimentSettings) ->
 
     None if the runs do not tell.
     """
-    rows: list[tuple[str | float | None, ...]] = []
+    rows: list[Row] = []
     for place, group in _our_groups(found, settings).items():
         queued = [each for each in group if not each.key.is_closed_loop]
         for sentence, paper, value in (
@@ -242,7 +254,7 @@ def sentence_table(found: Sequence[Comparison], settings: ExperimentSettings) ->
     return ReportTable(
         "sentences",
         "What the paper says about figure 5",
-        tuple(Column(title) for title in titles),
+        tuple(map(Column, titles)),
         tuple(rows),
         note="Throughput as in the table of all ratios. Cache saved: over all sizes of the cache, "
         "the largest share of it that forks can do without at sequential decoding's throughput, "
@@ -341,7 +353,7 @@ def concurrency_table(
         for (model, device, trace), line in sequential.items()
         if paper_model(model) == _SMALL_MODEL
     }
-    rows: list[tuple[str | float | None, ...]] = []
+    rows: list[Row] = []
     for place, lines in points.items():
         model, device, trace = place
         others = small.get((device, trace), []) if paper_model(model) == _LARGE_MODEL else []
@@ -385,25 +397,37 @@ def _at(curve: Sequence[tuple[float, float]], place: float) -> float | None:
 def saving_table(
     run: Run, name: Literal["table1", "table2"], settings: ExperimentSettings
 ) -> ReportTable:
-    """Return table 1 (cached tokens) or 2 (attended tokens) of a forked run, with the paper's."""
+    """Return table 1 (cached tokens) or 2 (attended tokens) of a forked run, with the paper's.
+
+    Table 1 has the peak number of KV slots of an answer, table 2 the number of tokens that a
+    predicted token attends to, both as means.
+    """
     is_cached = name == "table1"
-    values = _cached if is_cached else _attended
-    rows: list[tuple[str | float | None, ...]] = []
-    small, forking = CategoryCounts(), CategoryCounts()
-    for category, counts in run.categories.items():
-        if category.lower() not in _LEFT_OUT:
-            forking = _sum(forking, counts)
-        if counts.answers < _SMALLEST_CATEGORY:
-            small = _sum(small, counts)
+
+    def row(title: str, counts: CategoryCounts) -> Row:
+        answers = counts.answers
+        if is_cached:
+            forked = counts.max_cached_tokens / answers
+            flat = counts.sequential_max_cached_tokens / answers
         else:
-            rows.append(_saving_row(category, counts, values))
-    if small.answers:
-        rows.append(_saving_row("others", small, values))
-    if forking.answers:
-        rows.append(_saving_row("Mean", forking, values))
+            forked = counts.attended_tokens / counts.predicted_tokens
+            flat = counts.sequential_attended_tokens / counts.sequential_predicted_tokens
+        saved = 100 * (1 - forked / flat)
+        return title, float(answers), counts.threads / answers, forked, flat, saved
+
+    known = run.categories.items()
+    rows = [row(name, each) for name, each in known if each.answers >= _SMALLEST_CATEGORY]
+    small = [each for _, each in known if each.answers < _SMALLEST_CATEGORY]
+    forking = [each for name, each in known if name.lower() not in _LEFT_OUT]
+    rows += [
+        row(title, total(each)) for title, each in (("others", small), ("Mean", forking)) if each
+    ]
     label = paper_model(run.key.model)
-    if label is not None:
-        rows += _paper_rows(CACHED_TOKENS if is_cached else ATTENDED_TOKENS, label)
+    for (benchmark, model), values in (CACHED_TOKENS if is_cached else ATTENDED_TOKENS).items():
+        if model == label:
+            forked, flat = values[MEAN_ACCELERATED]
+            title = f"Mean of the paper, {model} on {benchmark}"
+            rows.append((title, None, None, forked, flat, 100 * (1 - forked / flat)))
     columns = ("category", "answers", "threads", "APAR", "flatten", "saved %")
     what = "max cached tokens" if is_cached else "attended tokens"
     return ReportTable(
@@ -417,101 +441,12 @@ def saving_table(
     )
 
 
-def _saving_row(
-    category: str, counts: CategoryCounts, values: Callable[[CategoryCounts], tuple[float, float]]
-) -> tuple[str | float | None, ...]:
-    forked, flat = values(counts)
-    threads = counts.threads / counts.answers
-    return category, float(counts.answers), threads, forked, flat, 100 * (1 - forked / flat)
-
-
-def _paper_rows(tables: PaperTables, label: str) -> list[tuple[str | float | None, ...]]:
-    rows: list[tuple[str | float | None, ...]] = []
-    for (benchmark, model), values in tables.items():
-        if model == label:
-            forked, flat = values[MEAN_ACCELERATED]
-            title = f"Mean of the paper, {model} on {benchmark}"
-            rows.append((title, None, None, forked, flat, 100 * (1 - forked / flat)))
-    return rows
-
-
-def _cached(counts: CategoryCounts) -> tuple[float, float]:
-    """Return the mean peak number of KV slots of an answer: forked and flat."""
-    return (
-        counts.max_cached_tokens / counts.answers,
-        counts.sequential_max_cached_tokens / counts.answers,
-    )
-
-
-def _attended(counts: CategoryCounts) -> tuple[float, float]:
-    """Return the mean number of tokens that a predicted token attends to: forked and flat."""
-    return (
-        counts.attended_tokens / counts.predicted_tokens,
-        counts.sequential_attended_tokens / counts.sequential_predicted_tokens,
-    )
-
-
-def _sum(one: CategoryCounts, other: CategoryCounts) -> CategoryCounts:
-    return CategoryCounts(
-        **{name: getattr(one, name) + getattr(other, name) for name in CategoryCounts.model_fields}
-    )
-
-
-_PLACE_COLUMNS = (
-    Column("model"),
-    Column("device"),
-    Column("trace"),
-    Column("KV share", "g"),
-    Column("load"),
-    Column("method"),
-)
-
-
-def _place(key: RunKey, settings: ExperimentSettings) -> tuple[str | float, ...]:
-    load = f"{key.concurrency} in a loop" if key.is_closed_loop else f"queue, {key.concurrency}"
-    return key.model, device_label(key, settings), key.trace, key.kv_share, load, key.method
-
-
 def _text_tokens_per_s(run: Run) -> float:
     return run.throughput.mean
 
 
 def _mean_latency_s(run: Run) -> float:
     return run.latency_s.mean
-
-
-def _attended_per_row(run: Run) -> float | None:
-    return None if run.attended_tokens is None else run.attended_tokens / run.rows
-
-
-def _distinct_percent(run: Run) -> float | None:
-    return None if run.distinct_share is None else 100 * run.distinct_share
-
-
-_COUNTS: tuple[tuple[Column, Value], ...] = (
-    (Column("KV tokens", ".0f"), lambda run: run.capacity_tokens),
-    (Column("answers", ".0f"), lambda run: run.answers),
-    (Column("kept samples", ".0f"), lambda run: run.kept_samples),
-    (Column("latency s", ".1f"), lambda run: run.latency_s.mean),
-    (Column("rows a step", ".1f"), lambda run: run.rows / run.steps),
-    (Column("preemptions", ".0f"), lambda run: run.preemptions),
-    (Column("text tokens/s", ".0f"), _text_tokens_per_s),
-    (Column("p25", ".0f"), lambda run: run.throughput.p25),
-    (Column("p75", ".0f"), lambda run: run.throughput.p75),
-    (Column("whole run tokens/s", ".0f"), lambda run: run.whole_tokens_per_s),
-    (Column("p99 latency s", ".1f"), lambda run: run.latency_p99_s),
-    (Column("latency ms a token", ".1f"), lambda run: 1000 * run.token_latency_s),
-    (Column("step ms", ".1f"), lambda run: 1000 * run.step_s),
-    (Column("steps", ".0f"), lambda run: run.steps),
-    (Column("largest rows", ".0f"), lambda run: run.largest_rows),
-    (Column("largest tokens", ".0f"), lambda run: run.largest_tokens),
-    (Column("held-back steps", ".0f"), lambda run: run.held_back_steps),
-    (Column("attended tokens a row", ".0f"), _attended_per_row),
-    (Column("distinct KV blocks %", ".0f"), _distinct_percent),
-    (Column("peak KV tokens", ".0f"), lambda run: run.peak_kv_tokens),
-    (Column("forks", ".0f"), lambda run: run.forks),
-    (Column("forks delayed", ".0f"), lambda run: run.forks_delayed),
-)
 
 
 def _range(ratios: Sequence[float]) -> str | None:

@@ -30,18 +30,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
-
 from apar_core.errors import EvaluationError, StepCostsError
 from apar_core.reporting import Column, Report, ReportTable
 from apar_core.step_costs.costs import StepCosts
 from apar_core.step_costs.files import write_costs
-from apar_core.step_costs.gpus import find_gpu
-from apar_core.step_costs.models import find_model
-from apar_core.step_costs.predict import step_costs
 from cluster.lab.experiments.calibrate import (
     COSTS_FILE,
-    Grid,
     StepTimer,
     calibrated_engine,
     fit_samples,
@@ -53,10 +47,11 @@ from cluster.lab.experiments.calibrate import (
     plain_sample,
     read_samples,
 )
-from cluster.lab.experiments.engine import Conditions, ExperimentEngine, hidden_ids
+from cluster.lab.experiments.engine import ExperimentEngine, RunConditions, hidden_ids
 from cluster.lab.experiments.parts import PartStore, StartStage
 from cluster.lab.experiments.program import ReplayedRequest
-from cluster.lab.experiments.settings import file_digest, machine_name
+from cluster.lab.experiments.settings import ValidationSettings, machine_name
+from cluster.lab.settings import ModelOnGpu
 from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from cluster.loadtest.replay_answers import ReplayAnswer, replay_answers
 from cluster.loadtest.trace import read_trace
@@ -71,48 +66,6 @@ SEQUENTIAL = "sequential"
 METHODS = (SEQUENTIAL, "eager")
 _FITS = ("grid", SEQUENTIAL, "smallest limit")
 _GRID, _PUBLISHED = "grid", "published"
-
-
-class ValidationSettings(BaseModel):
-    """The runs to measure and predict.
-
-    limits: maximum numbers of concurrent requests. kv_shares: shares of a KV cache that holds as
-    many of the longest answers as the largest limit, or of the engine's cache if that is smaller.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str
-    trace: Path
-    answers: PositiveInt = 32
-    max_tokens: PositiveInt = 600
-    limits: tuple[PositiveInt, ...] = Field((2, 8), min_length=1)
-    kv_shares: tuple[PositiveFloat, ...] = Field((1.0, 0.4), min_length=1)
-    repeats: PositiveInt = 3
-    engine: Mapping[str, Any] = {}
-
-    @property
-    def grid(self) -> Grid:
-        """The grid of steps, with up to four rows for each request of the largest limit."""
-        rows = [2**power for power in range(12) if 2**power <= 4 * max(self.limits)]
-        contexts = (64, self.max_tokens // 2, self.max_tokens)
-        return Grid(model=self.model, rows=tuple(rows), contexts=contexts, prefill=(16, 64, 256))
-
-    @property
-    def tokenizer(self) -> str:
-        """The model's folder or name, to load its tokenizer from."""
-        return model_path(self.model)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens of the whole KV cache; a GPU's may be smaller."""
-        return max(self.limits) * self.max_tokens
-
-    def as_text(self) -> dict[str, str]:
-        """Return the settings to compare with those of an earlier run; repeats may be added."""
-        values = self.model_dump(mode="json", exclude={"repeats", "trace"})
-        values["trace_sha256"] = file_digest(self.trace)
-        return {name: str(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +136,7 @@ def validate(
 
     Raises EvaluationError as `measure_runs` does, or if the repeats of a run took different steps.
     """
-    machine = machine or machine_name()
+    machine, settings = machine or machine_name(), settings.with_weights(folder)
     store = measure_runs(settings, folder, start_stage, machine)
     points = list(run_points(settings))
     sources: list[str | RunPoint] = [_GRID, *points]
@@ -237,10 +190,9 @@ def validate(
 def published_costs(model: str, gpu: str, block_size: int) -> StepCosts | None:
     """Return the step costs that predictions use for a GPU; None if it is unknown."""
     try:
-        known = find_gpu(gpu)
+        return ModelOnGpu(model_path(model), gpu, block_size=block_size).costs
     except StepCostsError:
         return None
-    return step_costs(find_model(model_path(model)), known, block_size=block_size)
 
 
 def run_points(settings: ValidationSettings) -> Iterator[RunPoint]:
@@ -304,7 +256,7 @@ def _measure(
             else:
                 data = {}
                 # With the whole KV cache, and no limit on requests.
-                experiment.prepare(Conditions())
+                experiment.prepare(RunConditions())
                 found = [*measure_forks(engine, timer, grid)]
                 for context in grid.contexts:
                     for rows in grid.rows:
@@ -345,7 +297,7 @@ def replay(
     num_blocks = round(point.kv_share * kv_tokens) // engine.block_size
     forks = point.method != SEQUENTIAL
     plan = RunPlan(
-        Conditions(num_blocks=num_blocks, max_requests=point.limit),
+        RunConditions(num_blocks=num_blocks, max_requests=point.limit),
         make=lambda index: ReplayedRequest(answers[index], forks=forks),
         num_questions=len(answers),
         costs=costs,
@@ -421,13 +373,9 @@ def _report(
     """Report the runs; `numbers` are the answers per run and the tokens of the KV cache."""
     num_answers, kv_tokens = numbers
     columns = [
-        Column("run"),
-        Column("steps", "d"),
-        Column("tokens/s", ".0f"),
-        Column("measured s", ".2f"),
-        Column("from s", ".2f"),
-        Column("to s", ".2f"),
-    ]
+        Column("run"), Column("steps", "d"), Column("tokens/s", ".0f"),
+        Column("measured s", ".2f"), Column("from s", ".2f"), Column("to s", ".2f"),
+    ]  # fmt: skip
     for fit in costs:
         columns += [Column(f"{fit}: s", ".2f"), Column("error %", "+.1f")]
     rows = []

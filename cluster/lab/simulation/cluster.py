@@ -19,17 +19,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from statistics import fmean
 
 from apar_core.journal import Journal
 from cluster.lab.simulation.workload import PromptTokens, SimRequest
-from cluster.lab.virtual.core import (
-    CoreEvent,
-    VirtualCore,
-    VirtualCores,
-    VirtualRequest,
-    run_open_loop,
-)
+from cluster.lab.virtual.core import CoreEvent, VirtualCore, VirtualCores
 from cluster.lab.virtual.engine import VirtualSpec
 from cluster.lab.virtual.executor import StepRecord
 from cluster.lab.virtual.reader import Reader
@@ -136,7 +131,6 @@ class ClusterRun:
     step_rows: Counter[float] = field(default_factory=Counter)
     replica_s: float = 0.0
     end_s: float = 0.0
-    decisions: Counter[str] = field(default_factory=Counter)
 
 
 class Replica:
@@ -210,7 +204,6 @@ class Cluster:
         self._prompts = PromptTokens()
         # Tokens that lost requests have generated, until another replica continues them.
         self._journals: dict[str, Journal] = {}
-        self._on_end: Callable[[Outcome], None] = _ignore
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._num_replicas = 0
@@ -221,12 +214,9 @@ class Cluster:
         for number in range(self._wanted):
             self._add_replica(settings.slow.get(number, 1.0))
 
-    def run(
-        self, requests: Sequence[SimRequest], on_end: Callable[[Outcome], None] | None = None
-    ) -> ClusterRun:
+    def run(self, requests: Sequence[SimRequest]) -> ClusterRun:
         """Serve requests, which are given in order of arrival."""
         settings = self.settings
-        self._on_end = on_end or _ignore
         self._num_open = len(requests)
         coming = iter(requests)
 
@@ -251,9 +241,6 @@ class Cluster:
         self.result.end_s = self.now_s
         for replica in self.replicas.values():
             self._count(replica)
-        for gateway in self.gateways:
-            for reason, number in gateway.router.decisions().items():
-                self.result.decisions[reason.value] += number
         return self.result
 
     def _clock(self) -> float:
@@ -351,15 +338,11 @@ class Cluster:
             self._give_up(outcome, error)
             return
         outcome.end_s = self.now_s
-        self._close(outcome)
+        self._num_open -= 1
 
     def _give_up(self, outcome: Outcome, error: str) -> None:
         outcome.error = error
-        self._close(outcome)
-
-    def _close(self, outcome: Outcome) -> None:
         self._num_open -= 1
-        self._on_end(outcome)
 
     # Steps of the replicas.
 
@@ -549,17 +532,16 @@ def saturated_rate(settings: ClusterSettings, requests: Sequence[SimRequest]) ->
     core = VirtualCores(settings.spec).build()
     waiting = iter(requests)
 
-    def following(end_s: float) -> list[VirtualRequest]:
-        request = next(waiting, None)
-        return [] if request is None else [request.virtual_request(prompts.of(request), end_s)]
+    def add(number: int, at_s: float) -> None:
+        for request in islice(waiting, number):
+            core.add(request.virtual_request(prompts.of(request), at_s))
 
-    first = [each for _ in range(settings.model.requests_per_replica) for each in following(0.0)]
-    served = run_open_loop(core, first, lambda end: following(end.end_s))
-    ends = [each.end_s for each in served]
+    add(settings.model.requests_per_replica, 0.0)
+    ends: list[float] = []
+    while core.has_work:
+        new = [event.time_s for event in core.step() if event.is_end]
+        ends += new
+        add(len(new), core.now_s)
     # Skip the first wave, which starts all at once, and the last, which runs alone.
     low, high = (ends[math.floor(share * (len(ends) - 1))] for share in (0.3, 0.8))
     return 0.5 * len(ends) / (high - low)
-
-
-def _ignore(outcome: Outcome) -> None:
-    """Do nothing at the end of a request."""

@@ -10,28 +10,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from apar_core.errors import EvaluationError
-from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Cell, Column, Report, ReportTable
+from apar_core.reporting import RUN_COLOURS, Report, ReportTable
 from apar_core.step_costs.costs import StepBatch
-from cluster.durations import parse_duration
-from cluster.lab.experiments.parts import PartStore
-from cluster.lab.experiments.settings import file_digest
+from cluster.lab.experiments.parts import PartStore, StartStage
 from cluster.lab.grid import grid
+from cluster.lab.plots import panels, shared_legend
 from cluster.lab.simulation.cluster import Cluster, Outcome
-from cluster.lab.simulation.measures import MEASURED
-from cluster.lab.simulation.runs import NO_FORKS, Case, SimulationSettings, replica_capacity
+from cluster.lab.simulation.measures import middle
+from cluster.lab.simulation.runs import cluster_settings, replica_capacity
+from cluster.lab.simulation.settings import (
+    ADAPTIVE,
+    NO_FORKS,
+    PACED,
+    TIMES,
+    Case,
+    GoodputSettings,
+    Objective,
+)
 from cluster.lab.simulation.workload import RecordedData, SimRequest, read_data
 from cluster.lab.sizing.search import grid_rate, highest, rate_place
+from cluster.lab.tables import Value, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ADAPTIVE, PACED = "adaptive", "paced"
 METHODS = {
     NO_FORKS: "no forks",
     PACED: "no forks, adaptive",
@@ -40,131 +49,12 @@ METHODS = {
 }
 """Titles of the methods to compare: whether requests fork, and the policy of the engines."""
 _UNFORKED, _TIMED = (NO_FORKS, PACED), (PACED, ADAPTIVE)
-TIMES = {
-    "ttft": "time to the first token",
-    "certain": "time to certain token, mean over the tokens of a request",
-    "tpot": "time per token as the reader sees it",
-    "path": "time per step of the critical path",
-    "tbt": "95th percentile of the time between two pieces of text",
-    "silence": "longest time between two pieces of text",
-    "e2e": "end-to-end latency",
-}
-"""Times of a request by their names in an SLO."""
-SLOS = (
-    *(f"ttft=1s,tpot={multiple:g}x" for multiple in (0.75, 1.5, 3)),
-    *(f"ttft=1s,tpot=3x,silence={multiple:g}x" for multiple in (5, 10)),
-)
-"""Default SLOs. Fewer than 1x per token can be met with forks only."""
-_TOKEN_TIMES = ("tpot", "path", "tbt")
-# The step of the fork token, the one scheduled before it was seen, and the child's first step.
-_FORK_STEPS = 3
-_IDLE_CONTEXT = 400
 _FLAT, _FORKED = "one thread", "forked"
 _START = 0.7
 # Answers take up to half a minute where the machine is full.
 _LEAST_S = 60.0
 # Grid steps of 3 %: the first jump is 27 %, and the lowest rate a thirtieth of the capacity.
 _JUMP, _LOWEST, _HIGHEST = 8, 115, 12
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """One SLO: limits in seconds by name, and the text that it was parsed from."""
-
-    text: str
-    limits: Mapping[str, float]
-
-    def meets(self, times: Mapping[str, float] | None) -> bool:
-        """Return whether a request with these times meets the SLO; None has failed."""
-        return times is not None and all(
-            times[name] <= limit for name, limit in self.limits.items()
-        )
-
-    @property
-    def token_s(self) -> float | None:
-        """The step time that the adaptive policy keeps to; None without a limit per token."""
-        limits = [self.limits[name] for name in _TOKEN_TIMES if name in self.limits]
-        if "silence" in self.limits:
-            limits.append(self.limits["silence"] / _FORK_STEPS)
-        return min(limits, default=None)
-
-
-def parse_objective(text: str, step_s: float) -> Objective:
-    """Parse an SLO such as `ttft=1s,tpot=1.5x`; `x` is the step time of a request that runs alone.
-
-    Raises EvaluationError for an unknown or repeated name and an invalid value.
-    """
-    limits: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (side.strip() for side in part.partition("="))
-        if name not in TIMES or name in limits:
-            raise EvaluationError(
-                f"--slo {text!r}: {name!r} is unknown or repeated; known: {', '.join(TIMES)}"
-            )
-        try:
-            is_multiple = value.endswith("x")
-            limits[name] = float(value[:-1]) * step_s if is_multiple else parse_duration(value)
-        except ValueError as error:
-            raise EvaluationError(
-                f"--slo {text!r}: {value!r} is neither a time, such as 50ms, nor a multiple of the "
-                "step time, such as 1.5x"
-            ) from error
-        if not 0 < limits[name] < math.inf:
-            raise EvaluationError(f"--slo {text!r}: the limit of {name} must be above 0")
-    if not limits:
-        raise EvaluationError(f"--slo {text!r} has no limit; example: ttft=1s,tpot=1.5x")
-    return Objective(text, limits)
-
-
-@dataclass(frozen=True, slots=True)
-class GoodputSettings:
-    """What is searched: SLOs, methods, and the size of a run.
-
-    base: cluster and recorded data; its rates, policies and duration are unused.
-    share: of the requests that must meet the SLO. requests: of a run, per replica. seed: of the
-    draw of requests and arrivals.
-    """
-
-    base: SimulationSettings
-    slos: tuple[str, ...]
-    methods: tuple[str, ...] = tuple(METHODS)
-    share: float = 0.95
-    requests: int = 1000
-    seed: int = 0
-
-    @property
-    def first_token_s(self) -> float:
-        """Time to first token that the adaptive policy may use: the strictest of the SLOs."""
-        return min((each.limits.get("ttft", 1.0) for each in self.objectives), default=1.0)
-
-    @property
-    def step_s(self) -> float:
-        """Step time of a request that runs alone."""
-        return self.base.costs.step_s(StepBatch(1, _IDLE_CONTEXT), overlapped=True)
-
-    def as_text(self) -> dict[str, str]:
-        """Return the settings that all searches of a folder share."""
-        base = self.base
-        return {
-            "costs": repr(base.costs),
-            "kv_tokens": str(base.kv_tokens),
-            "traces": ", ".join(map(file_digest, base.traces)),
-            "arrivals": "Poisson" if base.arrivals is None else file_digest(base.arrivals),
-            "replicas": str(base.replicas),
-            "router": str(base.routers),
-            "concurrency": str(base.concurrency),
-            "attention": str(base.family),
-            "slos": "; ".join(self.slos),
-            "share": str(self.share),
-            "requests": str(self.requests),
-            "seed": str(self.seed),
-            "times": ", ".join(TIMES),
-        }
-
-    @property
-    def objectives(self) -> list[Objective]:
-        """The SLOs with their limits in seconds."""
-        return [parse_objective(text, self.step_s) for text in self.slos]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +117,6 @@ def rate_bound(
     limit_s = slo.limits.get("tpot")
     if limit_s is None:
         return None
-    (replicas,) = settings.base.replicas
     parts = [(each.answer, each.forked, each.prompt_tokens, each.pieces[-1]) for each in requests]
     ratios = sorted(
         (answer.critical_tokens - 2 if forked else answer.text_tokens - 1)
@@ -244,11 +133,11 @@ def rate_bound(
         attended += answer.attended_tokens if forked else answer.flat_attended_tokens
         assert isinstance(last, tuple)
         own += last[1]
-    costs = settings.base.costs
+    costs = settings.step_costs
     low, high = 0.0, 1e5
     while high - low > 1e-3 * high:
         rate = (low + high) / 2
-        arriving = rate * step_s / replicas / number
+        arriving = rate * step_s / settings.replicas / number
         batch = StepBatch(
             math.floor(arriving * tokens),
             math.floor(arriving * attended),
@@ -268,9 +157,8 @@ def nominal_requests(
 
     They are the same for all methods, except whether they fork.
     """
-    (replicas,) = settings.base.replicas
     rate = _START * capacity
-    number = max(settings.requests * replicas, _LEAST_S * capacity)
+    number = max(settings.requests * settings.replicas, _LEAST_S * capacity)
     return data.workload(settings.seed).requests(
         [(number / rate, rate)], forked=method not in _UNFORKED
     )
@@ -294,18 +182,13 @@ def run_rate(
     `nominal`: the requests, at any rate.
     """
     base, rate = settings.base, grid_rate(place)
-    requests = scaled(nominal, rate)
     if token_s is not None:
-        base = replace(
-            base, token_time_ms=1000 * token_s, first_token_ms=1000 * settings.first_token_s
-        )
-    (replicas,) = base.replicas
+        limits = {"token_time_s": token_s, "first_token_s": settings.first_token_s}
+        base = base.model_copy(update=limits)
     policy = ADAPTIVE if method == PACED else method
-    case = Case(replicas, rate, None, base.routers[0], policy)
-    run = Cluster(base.cluster(case)).run(requests)
-    number = len(run.outcomes)
-    outcomes = run.outcomes[int(MEASURED[0] * number) : math.ceil(MEASURED[1] * number)]
-    times = [times_of(outcome) for outcome in outcomes]
+    case = Case(settings.replicas, rate, None, base.router[0].value, policy)
+    run = Cluster(cluster_settings(base, case)).run(scaled(nominal, rate))
+    times = [times_of(outcome) for outcome in middle(run.outcomes)]
     served = [each for each in times if each is not None]
     return RateRun(
         place,
@@ -342,7 +225,7 @@ def searches_of(settings: GoodputSettings) -> list[Search]:
     found: list[Search] = []
     for method in settings.methods:
         if method not in _TIMED:
-            found.append(Search(method, settings.slos))
+            found.append(Search(method, tuple(settings.slo)))
             continue
         by_time: dict[float, list[str]] = {}
         for slo in settings.objectives:
@@ -357,7 +240,7 @@ def searches_of(settings: GoodputSettings) -> list[Search]:
 
 
 def search_rates(
-    settings: GoodputSettings, data: RecordedData, search: Search, capacity: float
+    settings: GoodputSettings, data: RecordedData, capacity: float, search: Search
 ) -> list[RateRun]:
     """Return the runs of a search, which include the highest rate within each of its SLOs.
 
@@ -385,20 +268,6 @@ def search_rates(
     return [runs[place] for place in sorted(runs)]
 
 
-class _Worker:
-    """Searches with shared settings and recorded data."""
-
-    def __init__(self, settings: GoodputSettings, data: RecordedData, capacity: float) -> None:
-        self._settings, self._data, self._capacity = settings, data, capacity
-
-    def run(self, search: Search) -> list[RateRun]:
-        """Search one method."""
-        return search_rates(self._settings, self._data, search, self._capacity)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Goodput:
     """The result of one method and SLO; `best` is None if no rate meets the SLO.
@@ -419,10 +288,7 @@ class Goodput:
 
 
 def find_goodput(
-    settings: GoodputSettings,
-    store: PartStore,
-    jobs: int,
-    begin: Callable[[str, int], Callable[[], None]],
+    settings: GoodputSettings, store: PartStore, jobs: int, begin: StartStage
 ) -> list[Goodput]:
     """Search all methods in `jobs` processes; results in the store are not searched again.
 
@@ -431,16 +297,14 @@ def find_goodput(
     searches = searches_of(settings)
     missing = [search for search in searches if not store.has(search.name)]
     if missing:
-        data = read_data(settings.base.traces, settings.base.arrivals)
+        data = read_data(settings.trace, settings.arrivals)
         done = begin("saturated rate", 1)
-        capacity = store.get_or_do(
-            "capacity", lambda: {"rate": replica_capacity(settings.base, data)}
-        )["rate"]
+        rate = store.get_or_do("capacity", lambda: {"rate": replica_capacity(settings.base, data)})
+        capacity = settings.replicas * rate["rate"]
         done()
-        (replicas,) = settings.base.replicas
-        store.get_or_do("bounds", lambda: _bounds(settings, data, replicas * capacity))
+        store.get_or_do("bounds", lambda: _bounds(settings, data, capacity))
         done = begin("searches", len(missing))
-        with grid(jobs, _Worker, settings, data, replicas * capacity) as search_all:
+        with grid(jobs, partial, search_rates, settings, data, capacity) as search_all:
             for (search,), runs in search_all([(each,) for each in missing]):
                 store.add(search.name, {"runs": [asdict(run) for run in runs]})
                 done()
@@ -471,17 +335,13 @@ def _bounds(
 
 def goodput_report(settings: GoodputSettings, results: Sequence[Goodput]) -> Report:
     """Return the report of all methods and SLOs; every number in it is predicted."""
-    base = settings.base
-    (replicas,) = base.replicas
-    label = f"predicted for {base.costs.name}"
+    costs, replicas = settings.step_costs, settings.replicas
+    label = f"predicted for {costs.name}"
     facts = {
-        "Step costs": f"{base.costs.kind}: {base.costs.source}",
-        "Cluster": f"{replicas} replica(s) with {base.kv_tokens:,} tokens of KV cache and at most "
-        f"{base.concurrency} requests each; router {base.routers[0]}",
-        "Answers": ", ".join(str(path) for path in base.traces),
-        "Arrivals": "Poisson process"
-        if base.arrivals is None
-        else f"{base.arrivals}, compressed to the rate, with the recorded prompt lengths",
+        "Step costs": f"{costs.kind}: {costs.source}",
+        "Cluster": f"{replicas} replica(s) with {settings.cache_tokens:,} tokens of KV cache and "
+        f"at most {settings.concurrency} requests each; router {settings.base.router[0].value}",
+        **settings.facts(),
         "Goodput": f"highest rate at which {settings.share:.0%} of the requests meet the SLO; "
         f"{settings.requests * replicas} requests a run, and at least {_LEAST_S:g} s of them, of "
         "which the middle is measured; rates on a grid of 3 %",
@@ -499,27 +359,29 @@ def goodput_report(settings: GoodputSettings, results: Sequence[Goodput]) -> Rep
 
 def _goodput_table(settings: GoodputSettings, results: Sequence[Goodput]) -> ReportTable:
     found = {(each.method, each.slo): each.rate for each in results}
-    methods = settings.methods
-    columns = [Column("SLO"), *(Column(f"{METHODS[each]}, requests/s", ".2f") for each in methods)]
-    pairs = [(over, under) for over in methods for under in methods if over != under]
-    wanted = [("eager", NO_FORKS), (ADAPTIVE, NO_FORKS), (ADAPTIVE, PACED), (ADAPTIVE, "eager")]
-    pairs = [pair for pair in wanted if pair in pairs]
-    columns += [Column(f"{over} over {METHODS[under]}") for over, under in pairs]
     bounds = {each.slo: each.bound for each in results if each.method not in _UNFORKED}
-    columns.append(Column("bound with forks, requests/s", ".2f"))
-    rows = []
-    for slo in settings.slos:
-        row: list[Cell] = [slo, *(found[method, slo] for method in methods)]
-        for over, under in pairs:
+    wanted = [("eager", NO_FORKS), (ADAPTIVE, NO_FORKS), (ADAPTIVE, PACED), (ADAPTIVE, "eager")]
+
+    def rate(method: str) -> Value:
+        return Value(f"{METHODS[method]}, requests/s", ".2f", lambda slo: found[method, slo])
+
+    def ratio(over: str, under: str) -> Value:
+        def shown(slo: str) -> str:
             high, low = found[over, slo], found[under, slo]
-            row.append(f"{high / low:.2f}x" if low else "-" if not high else "only with forks")
-        row.append(bounds.get(slo))
-        rows.append(tuple(row))
-    return ReportTable(
+            return f"{high / low:.2f}x" if low else "-" if not high else "only with forks"
+
+        return Value(f"{over} over {METHODS[under]}", "", shown)
+
+    return table_of(
         "goodput",
         "Goodput",
-        tuple(columns),
-        tuple(rows),
+        settings.slo,
+        [
+            Value("SLO", "", str),
+            *map(rate, settings.methods),
+            *(ratio(*pair) for pair in wanted if set(pair) <= set(settings.methods)),
+            Value("bound with forks, requests/s", ".2f", bounds.get),
+        ],
         note="0: no rate meets the SLO. Bound: the rate at which a mean step is as long as the SLO "
         "allows. No order of the same work changes a mean step, and uneven steps are longer. It "
         "holds where every request is served.",
@@ -527,42 +389,40 @@ def _goodput_table(settings: GoodputSettings, results: Sequence[Goodput]) -> Rep
 
 
 def _detail_table(results: Sequence[Goodput]) -> ReportTable:
-    columns = [Column("SLO"), Column("method"), Column("requests/s", ".2f")]
-    columns += [Column(f"{name} p95 (ms)", ".0f") for name in TIMES]
-    columns += [
-        Column("mean e2e (s)", ".2f"), Column("rows a step", ".0f"),
-        Column("forks delayed (%)", ".0f"), Column("within SLO (%)", ".1f"),
-        Column("one step higher (%)", ".1f"),
-    ]  # fmt: skip
-    rows: list[tuple[Cell, ...]] = []
-    for each in results:
-        best = each.best
-        if best is None:
-            continue
-        above = [run for run in each.runs if run.place == best.place + 1]
-        rows.append(
-            (
-                each.slo, METHODS[each.method], best.rate,
-                *(1000 * best.p95[name] for name in TIMES),
-                best.mean_e2e_s, best.rows, 100 * best.forks_delayed, 100 * best.shares[each.slo],
-                100 * above[0].shares[each.slo] if above else None,
-            )
-        )  # fmt: skip
-    return ReportTable("details", "At the highest rate", tuple(columns), tuple(rows))
+    def p95(name: str) -> Value:
+        return Value(f"{name} p95 (ms)", ".0f", lambda each: 1000 * each.best.p95[name])
+
+    def above(each: Goodput) -> float | None:
+        assert each.best is not None
+        place = each.best.place + 1
+        return next((100 * run.shares[each.slo] for run in each.runs if run.place == place), None)
+
+    return table_of(
+        "details",
+        "At the highest rate",
+        [each for each in results if each.best is not None],
+        [
+            Value("SLO", "", lambda each: each.slo),
+            Value("method", "", lambda each: METHODS[each.method]),
+            Value("requests/s", ".2f", lambda each: each.best.rate),
+            *map(p95, TIMES),
+            Value("mean e2e (s)", ".2f", lambda each: each.best.mean_e2e_s),
+            Value("rows a step", ".0f", lambda each: each.best.rows),
+            Value("forks delayed (%)", ".0f", lambda each: 100 * each.best.forks_delayed),
+            Value("within SLO (%)", ".1f", lambda each: 100 * each.best.shares[each.slo]),
+            Value("one step higher (%)", ".1f", above),
+        ],
+    )
 
 
 def _attainment_figure(settings: GoodputSettings, results: Sequence[Goodput], label: str) -> Figure:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure as NewFigure
-
-    with mpl.rc_context(PLOT_SETTINGS):
-        columns = min(3, len(settings.slos))
-        lines = math.ceil(len(settings.slos) / columns)
-        figure = NewFigure(figsize=(4.6 * columns, 3.4 * lines), layout="constrained")
-        axes = figure.subplots(lines, columns, squeeze=False).ravel()
-        for ax in axes[len(settings.slos) :]:
+    columns = min(3, len(settings.slo))
+    lines = math.ceil(len(settings.slo) / columns)
+    with panels(lines, columns, (4.6 * columns, 3.4 * lines)) as (figure, grid_of_axes):
+        axes = grid_of_axes.ravel()
+        for ax in axes[len(settings.slo) :]:
             ax.set_visible(False)
-        for ax, slo in zip(axes, settings.slos, strict=False):
+        for ax, slo in zip(axes, settings.slo, strict=False):
             for colour, method in zip(RUN_COLOURS, METHODS, strict=False):
                 for each in results:
                     if (each.method, each.slo) != (method, slo):
@@ -578,17 +438,13 @@ def _attainment_figure(settings: GoodputSettings, results: Sequence[Goodput], la
             ax.set(title=slo, xlabel="requests/s", ylabel="requests within the SLO (%)")
             ax.set_ylim(0, 102)
             ax.grid(visible=True, alpha=0.25)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        shared_legend(figure, axes[0])
         figure.suptitle(label)
     return figure
 
 
 def report_goodput(
-    settings: GoodputSettings,
-    folder: Path,
-    jobs: int,
-    begin: Callable[[str, int], Callable[[], None]],
+    settings: GoodputSettings, folder: Path, begin: StartStage, *, jobs: int = 1
 ) -> Report:
     """Do the searches that the folder does not have, and report all of them.
 

@@ -11,24 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from apar_core.intervals import half_width
-from cluster.lab.simulation.cluster import ClusterRun
+from cluster.lab.simulation.cluster import ClusterRun, Outcome
 
 # Measured share of the requests, by arrival: the first fill the cluster, the last see it drain.
 MEASURED = (0.25, 0.9)
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Service-level objectives: time to the first token, and total latency per text token."""
-
-    first_token_s: float = 2.0
-    token_s: float = 0.05
-
-    def __str__(self) -> str:
-        return (
-            f"first token within {self.first_token_s:g} s, {1000 * self.token_s:g} ms per text "
-            "token, waiting included"
-        )
+# The objectives of `goodput`: time to the first token, and total latency per text token.
+FIRST_TOKEN_S, TOKEN_S = 2.0, 0.05
+SLO = (
+    f"first token within {FIRST_TOKEN_S:g} s, {1000 * TOKEN_S:g} ms per text token, waiting "
+    "included"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +59,15 @@ class Measures:
 NAMES = tuple(field.name for field in fields(Measures))
 
 
-def measure(run: ClusterRun, slo: Slo, window_s: tuple[float, float] | None = None) -> Measures:
+def middle(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """Return the outcomes of the measured requests of a run."""
+    low, high = MEASURED
+    return outcomes[int(low * len(outcomes)) : math.ceil(high * len(outcomes))]
+
+
+def measure(run: ClusterRun, window_s: tuple[float, float] | None = None) -> Measures:
     """Measure the requests that arrived in a window, by default in the middle of the run."""
-    number = len(run.outcomes)
-    outcomes = run.outcomes[int(MEASURED[0] * number) : math.ceil(MEASURED[1] * number)]
+    outcomes = middle(run.outcomes)
     if window_s is not None:
         low, high = window_s
         outcomes = [each for each in run.outcomes if low <= each.request.arrival_s < high]
@@ -77,7 +76,7 @@ def measure(run: ClusterRun, slo: Slo, window_s: tuple[float, float] | None = No
     latency = _array(each.end_s for each in served) - arrivals
     first = _array(each.first_token_s for each in served) - arrivals
     per_token = latency / _array(each.request.answer.text_tokens for each in served)
-    good = (first <= slo.first_token_s) & (per_token <= slo.token_s)
+    good = (first <= FIRST_TOKEN_S) & (per_token <= TOKEN_S)
     times = [each.request.arrival_s for each in outcomes]
     cv, fullest = _imbalance(run, times[0], times[-1])
     prompt_tokens = sum(each.request.prompt_tokens for each in served)
@@ -92,7 +91,7 @@ def measure(run: ClusterRun, slo: Slo, window_s: tuple[float, float] | None = No
         imbalance=cv,
         max_over_mean=fullest,
         cached=sum(each.cached_tokens for each in served) / max(1, prompt_tokens),
-        preemptions=1000.0 * run.preemptions / number,
+        preemptions=1000.0 * run.preemptions / len(run.outcomes),
         rows=run.rows / max(1, run.steps),
     )
 

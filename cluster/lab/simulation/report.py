@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from apar_core.intervals import half_width
-from apar_core.reporting import PLOT_SETTINGS, RUN_COLOURS, Cell, Column, Report, ReportTable
-from cluster.lab.simulation.measures import Measures, ratio, summarise
-from cluster.lab.simulation.runs import Case, CaseResult, SimulationSettings
+from apar_core.reporting import RUN_COLOURS, Cell, Report, ReportTable
+from cluster.lab.plots import panels, shared_legend
+from cluster.lab.simulation.measures import SLO, Measures, ratio, summarise
+from cluster.lab.simulation.runs import CaseResult, SeedResult
+from cluster.lab.simulation.settings import Case, SimulationSettings
 from cluster.lab.simulation.workload import SHARE_OF_APPLICATIONS, SHARE_OF_CONTINUATIONS
+from cluster.lab.tables import Value, table_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Get = Callable[[Measures], float]
@@ -53,25 +55,21 @@ def simulation_report(
     settings: SimulationSettings, results: Sequence[CaseResult], capacity: float | None
 ) -> Report:
     """Return the report of all cases; every number in it is predicted."""
-    costs = settings.costs
-    label = f"predicted for {costs.name}"
+    label = f"predicted for {settings.step_costs.name}"
+    place = _place(results)
     tables = [
-        _table("latency", f"Latency and goodput, {label}", settings, results, _LATENCY),
-        _table("balance", f"Balance and cache, {label}", settings, results, _BALANCE),
-        _counts(settings, results, label),
+        _table("latency", f"Latency and goodput, {label}", results, place, _LATENCY),
+        *_comparisons(settings, results, place),
+        _table("balance", f"Balance and cache, {label}", results, place, _BALANCE),
+        table_of("counts", f"Counts, mean per run, {label}", results, [*place, *_COUNTS]),
     ]
-    compared = _comparison(settings, results)
-    if compared is not None:
-        tables.insert(1, compared)
-    facts = _facts(settings, capacity)
-    figures = {}
     if len({each.case.rate for each in results}) > 1:
-        figures["loads"] = _load_figure(results, label)
+        figures = {"loads": _load_figure(results, label)}
     else:
-        figures["timeline"] = _timeline(results, label)
+        figures = {"timeline": _timeline(results, label)}
     data = [
         {
-            "case": asdict(each.case),
+            "case": each.case._asdict(),
             "seeds": [
                 {name: value for name, value in asdict(run).items() if name != "samples"}
                 for run in each.seeds
@@ -79,22 +77,21 @@ def simulation_report(
         }
         for each in results
     ]
+    facts = _facts(settings, capacity)
     return Report(f"Simulated cluster ({label})", facts, tables, figures, {"cases": data})
 
 
 def _facts(settings: SimulationSettings, capacity: float | None) -> dict[str, str]:
+    costs = settings.step_costs
     facts = {
-        "Step costs": f"{settings.costs.kind}: {settings.costs.source}",
-        "Replica": f"{settings.kv_tokens:,} tokens of KV cache, at most {settings.concurrency} "
+        "Step costs": f"{costs.kind}: {costs.source}",
+        "Replica": f"{settings.cache_tokens:,} tokens of KV cache, at most {settings.concurrency} "
         "requests",
-        "Answers": ", ".join(str(path) for path in settings.traces),
-        "Arrivals": "Poisson process"
-        if settings.arrivals is None
-        else f"{settings.arrivals}, compressed to the rate, with the recorded prompt lengths",
+        **settings.facts(),
         "Shared prompts": f"synthetic: {SHARE_OF_APPLICATIONS:.0%} of the requests come from 20 "
         f"applications with a system prompt each, {SHARE_OF_CONTINUATIONS:.0%} continue a "
         "conversation",
-        "SLO": str(settings.slo),
+        "SLO": SLO,
         "Duration": f"{settings.duration_s:g} s of arrivals, {settings.seeds} seeds; ± is the "
         "95% confidence interval over seeds",
     }
@@ -107,116 +104,103 @@ def _facts(settings: SimulationSettings, capacity: float | None) -> dict[str, st
         )
     if settings.slow:
         facts["Slow replicas"] = f"{settings.slow}, {settings.slowness:g} times slower"
-    if settings.kills or settings.joins:
-        facts["Replicas die at"] = ", ".join(f"{at_s:g} s" for at_s in settings.kills) or "-"
-        facts["Replicas join at"] = ", ".join(f"{at_s:g} s" for at_s in settings.joins) or "-"
+    if settings.kill or settings.join:
+        for what, times_s in (("die", settings.kill), ("join", settings.join)):
+            facts[f"Replicas {what} at"] = ", ".join(f"{s:g} s" for s in sorted(times_s)) or "-"
     if settings.surge != 1.0:
         facts["Surge"] = f"{settings.surge:g} times the rate in the middle third"
     return facts
 
 
-def _names(results: Sequence[CaseResult]) -> tuple[list[Column], Callable[[Case], list[Cell]]]:
-    """Return the columns that distinguish the cases, and a function that fills them."""
+def _place(results: Sequence[CaseResult]) -> list[Value]:
+    """Return the columns that distinguish the cases."""
     columns = [
-        Column("replicas", "d"),
-        Column("load", ".2f"),
-        Column("requests/s", ".1f"),
-        Column("router"),
-        Column("forks"),
-        Column("target threads", ".0f"),
-        Column("catch-up s", ".0f"),
+        Value("replicas", "d", lambda each: each.case.replicas),
+        Value("load", ".2f", lambda each: each.case.load),
+        Value("requests/s", ".1f", lambda each: each.case.rate),
+        Value("router", "", lambda each: each.case.router),
+        Value("forks", "", lambda each: each.case.fork_policy),
+        Value("target threads", ".0f", lambda each: each.case.target_threads),
+        Value("catch-up s", ".0f", lambda each: each.case.catch_up_s),
     ]
-
-    def cells(case: Case) -> list[Cell]:
-        return [
-            case.replicas, case.load, case.rate, case.router, case.fork_policy,
-            case.target_threads, case.catch_up_s,
-        ]  # fmt: skip
-
-    rows = [cells(each.case) for each in results]
-    kept = [
-        index
-        for index, column in enumerate(columns)
-        if column.title in ("router", "forks") or any(row[index] is not None for row in rows)
-    ]
-    return [columns[index] for index in kept], lambda case: [cells(case)[index] for index in kept]
+    return [value for value in columns if any(value.of(each) is not None for each in results)]
 
 
 def _table(
     name: str,
     title: str,
-    settings: SimulationSettings,
     results: Sequence[CaseResult],
+    place: Sequence[Value],
     measures: Sequence[tuple[str, str, Get]],
 ) -> ReportTable:
-    columns, cells = _names(results)
-    rows = []
-    for each in results:
-        row = cells(each.case)
-        for title_, form, get in measures:
+    def value(column: str, form: str, get: Get) -> Value:
+        def shown(each: CaseResult) -> Cell:
             values = [get(run.measures) for run in each.seeds]
             mean = sum(values) / len(values)
-            if title_ in _WITH_INTERVAL and settings.seeds > 1:
-                row.append(f"{mean:{form}} ± {half_width(values):{form}}")
-            else:
-                row.append(mean)
-        rows.append(tuple(row))
-    columns = [*columns, *(Column(title_, form) for title_, form, _ in measures)]
-    return ReportTable(name, title, tuple(columns), tuple(rows))
+            if column in _WITH_INTERVAL and len(values) > 1:
+                return f"{mean:{form}} ± {half_width(values):{form}}"
+            return mean
+
+        return Value(column, form, shown)
+
+    return table_of(name, title, results, [*place, *(value(*each) for each in measures)])
 
 
-def _comparison(settings: SimulationSettings, results: Sequence[CaseResult]) -> ReportTable | None:
-    """Compare each case with the first of its load, seed by seed; None for one case per load."""
+def _comparisons(
+    settings: SimulationSettings, results: Sequence[CaseResult], place: Sequence[Value]
+) -> list[ReportTable]:
+    """Compare each case with the first of its load, seed by seed, if there are several."""
     first: dict[tuple[int, float], CaseResult] = {}
-    rows = []
-    columns, cells = _names(results)
     for each in results:
-        base = first.setdefault((each.case.replicas, each.case.rate), each)
-        if base is each:
-            continue
-        row = cells(each.case)
-        for get in (
-            lambda m: m.mean_s,
-            lambda m: m.p99_s,
-            lambda m: m.first_token_p99_s,
-            lambda m: m.token_p99_s,
-        ):
+        first.setdefault((each.case.replicas, each.case.rate), each)
+
+    def value(title: str, get: Get) -> Value:
+        def shown(each: CaseResult) -> str:
+            base = first[each.case.replicas, each.case.rate]
             mean, half = ratio(
                 [run.measures for run in each.seeds], [run.measures for run in base.seeds], get
             )
-            row.append(f"{mean:.3f} ± {half:.3f}" if settings.seeds > 1 else f"{mean:.3f}")
-        rows.append(tuple(row))
-    if not rows:
-        return None
-    columns += [Column(f"{name} x") for name in ("mean", "p99", "first token p99", "per token p99")]
+            return f"{mean:.3f} ± {half:.3f}" if settings.seeds > 1 else f"{mean:.3f}"
+
+        return Value(title, "", shown)
+
+    compared = [each for each in results if each not in first.values()]
+    if not compared:
+        return []
     case = results[0].case
-    return ReportTable(
-        "ratios",
-        f"Over the first case of each load ({case.router}, {case.fork_policy})",
-        tuple(columns),
-        tuple(rows),
-        note="Latencies relative to the first case, with the same requests for each seed.",
-    )
+    return [
+        table_of(
+            "ratios",
+            f"Over the first case of each load ({case.router}, {case.fork_policy})",
+            compared,
+            [
+                *place,
+                value("mean x", lambda m: m.mean_s),
+                value("p99 x", lambda m: m.p99_s),
+                value("first token p99 x", lambda m: m.first_token_p99_s),
+                value("per token p99 x", lambda m: m.token_p99_s),
+            ],
+            note="Latencies relative to the first case, with the same requests for each seed.",
+        )
+    ]
 
 
-def _counts(settings: SimulationSettings, results: Sequence[CaseResult], label: str) -> ReportTable:
-    columns, cells = _names(results)
-    columns += [
-        Column("requests", ".0f"), Column("refused or lost", ".0f"), Column("continued", ".0f"),
-        Column("forks", ".0f"), Column("forks delayed", ".0f"), Column("most queued", ".0f"),
-        Column("most replicas", ".0f"), Column("last replicas", ".0f"),
-        Column("replica hours", ".2f"), Column("end s", ".0f"),
-    ]  # fmt: skip
-    rows = []
-    for each in results:
-        counts = [
-            (run.requests, sum(run.errors.values()), run.continued, run.forks, run.forks_delayed,
-             run.most_queued, run.most_replicas, run.last_replicas, run.replica_hours, run.end_s)
-            for run in each.seeds
-        ]  # fmt: skip
-        means = [sum(values) / len(counts) for values in zip(*counts, strict=True)]
-        rows.append((*cells(each.case), *means))
-    return ReportTable("counts", f"Counts, mean per run, {label}", tuple(columns), tuple(rows))
+def _mean(title: str, form: str, get: Callable[[SeedResult], float]) -> Value:
+    return Value(title, form, lambda each: sum(map(get, each.seeds)) / len(each.seeds))
+
+
+_COUNTS = (
+    _mean("requests", ".0f", lambda run: run.requests),
+    _mean("refused or lost", ".0f", lambda run: sum(run.errors.values())),
+    _mean("continued", ".0f", lambda run: run.continued),
+    _mean("forks", ".0f", lambda run: run.forks),
+    _mean("forks delayed", ".0f", lambda run: run.forks_delayed),
+    _mean("most queued", ".0f", lambda run: run.most_queued),
+    _mean("most replicas", ".0f", lambda run: run.most_replicas),
+    _mean("last replicas", ".0f", lambda run: run.last_replicas),
+    _mean("replica hours", ".2f", lambda run: run.replica_hours),
+    _mean("end s", ".0f", lambda run: run.end_s),
+)
 
 
 def _series(case: Case) -> str:
@@ -229,14 +213,9 @@ def _series(case: Case) -> str:
 
 
 def _load_figure(results: Sequence[CaseResult], label: str) -> Figure:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure as NewFigure
-
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure = NewFigure(figsize=(13, 8), layout="constrained")
-        axes = figure.subplots(2, 3).ravel()
+    with panels(2, 3, (13, 8)) as (figure, axes):
         names = list(dict.fromkeys(_series(each.case) for each in results))
-        for ax, (title, logarithmic, field, scale) in zip(axes, _PANELS, strict=True):
+        for ax, (title, logarithmic, field, scale) in zip(axes.ravel(), _PANELS, strict=True):
             for number, name in enumerate(names):
                 own = [each for each in results if _series(each.case) == name]
                 own.sort(key=lambda each: each.case.rate)
@@ -256,40 +235,33 @@ def _load_figure(results: Sequence[CaseResult], label: str) -> Figure:
             ax.set_xlabel("load (share of the saturated rate)" if has_loads else "requests/s")
             ax.set_title(title)
             ax.grid(visible=True, which="both", alpha=0.25)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        shared_legend(figure, axes[0][0])
         figure.suptitle(label)
     return figure
 
 
 def _timeline(results: Sequence[CaseResult], label: str) -> Figure:
     """Draw threads, replicas and waiting requests over time, for the first seed of each case."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure as NewFigure
-
-    with mpl.rc_context(PLOT_SETTINGS):
-        figure = NewFigure(figsize=(10, 9), layout="constrained")
-        axes: list[Axes] = list(figure.subplots(3, 1, sharex=True))
+    with panels(3, 1, (10, 9), sharex=True) as (figure, axes):
+        threads, serving, queued = axes.ravel()
         for number, each in enumerate(results):
             samples = each.seeds[0].samples
             times = [sample.at_s for sample in samples]
-            style: Any = {"color": RUN_COLOURS[number % len(RUN_COLOURS)]}
-            axes[0].plot(
-                times,
-                [sum(sample.threads) for sample in samples],
-                label=_series(each.case),
-                **style,
-            )
-            axes[1].plot(
-                times, [len(sample.threads) for sample in samples], drawstyle="steps-post", **style
-            )
-            axes[2].plot(times, [sample.queued for sample in samples], **style)
-        titles = ("threads on all replicas", "serving replicas", "requests without a replica")
-        for ax, title in zip(axes, titles, strict=True):
+            colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+            name = _series(each.case)
+            threads.plot(times, [sum(s.threads) for s in samples], label=name, color=colour)
+            replicas = [len(sample.threads) for sample in samples]
+            serving.plot(times, replicas, drawstyle="steps-post", color=colour)
+            queued.plot(times, [sample.queued for sample in samples], color=colour)
+        for ax, title in (
+            (threads, "threads on all replicas"),
+            (serving, "serving replicas"),
+            (queued, "requests without a replica"),
+        ):
             ax.set_title(title)
             ax.set_ylim(bottom=0)
             ax.grid(visible=True, alpha=0.25)
-        axes[2].set_xlabel("time (s)")
-        axes[0].legend(frameon=False)
+        queued.set_xlabel("time (s)")
+        threads.legend(frameon=False)
         figure.suptitle(label)
     return figure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 
 from cluster.lab.sizing.errors import SizingError
 from cluster.lab.sizing.plan import Plan
+from cluster.lab.sizing.settings import PlanSettings
 from deployments.config import ClusterConfig, problems_of
 from deployments.config.model import MAX_THREADS
 
@@ -29,30 +29,12 @@ GIB = 2**30
 _CHECKPOINTS = {"llama-7b": "apar-7b", "llama-13b": "apar-13b"}
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The model as the configuration names it, and the settings of its engines.
-
-    gpu_memory_share: None on a CPU. kv_bytes: size of a replica's KV cache. block_size: tokens per
-    KV block; None: the engine's default.
-    """
-
-    model: str
-    tensor_parallel: int
-    gpu_memory_share: float | None
-    weight_bytes: float
-    kv_bytes: float
-    max_model_len: int | None = None
-    block_size: int | None = None
-    min_replicas: int | None = None
-
-
-def cluster_yaml(plan: Plan, served: Served) -> str:
+def cluster_yaml(plan: Plan, settings: PlanSettings) -> str:
     """Return the `models` section of a configuration file, validated by `ClusterConfig`.
 
     Raises SizingError if it is invalid.
     """
-    model = _model(plan, served)
+    model = _model(plan, settings)
     text = yaml.safe_dump({"models": [model]}, sort_keys=False)
     try:
         ClusterConfig.model_validate(yaml.safe_load(text))
@@ -61,24 +43,25 @@ def cluster_yaml(plan: Plan, served: Served) -> str:
     return text
 
 
-def _model(plan: Plan, served: Served) -> dict[str, Any]:
+def _model(plan: Plan, settings: PlanSettings) -> dict[str, Any]:
     cap, run = plan.best.found.candidate.cap, plan.best.run
-    model: dict[str, Any] = {"checkpoint": _CHECKPOINTS.get(served.model, served.model)}
-    if served.min_replicas is None:
+    kv_gib = plan.hardware.kv_tokens * settings.size.kv_bytes_per_token / GIB
+    model: dict[str, Any] = {"checkpoint": _CHECKPOINTS.get(settings.model, settings.model)}
+    if settings.min_replicas is None:
         model["replicas"] = plan.num_replicas
     else:
         model["autoscaling"] = {
-            "min_replicas": min(served.min_replicas, plan.num_replicas),
+            "min_replicas": min(settings.min_replicas, plan.num_replicas),
             "max_replicas": plan.num_replicas,
             "target_threads": max(1, round(run.rows)),
             "target_kv_use": round(min(max(run.kv_use, 0.05), 1.0), 2),
         }
-    if served.tensor_parallel > 1:
-        model["gpus_per_replica"] = served.tensor_parallel
-    if served.gpu_memory_share is not None:
-        model["gpu_memory_share"] = served.gpu_memory_share
+    if settings.tensor_parallel > 1:
+        model["gpus_per_replica"] = settings.tensor_parallel
+    if settings.memory_share is not None:
+        model["gpu_memory_share"] = settings.memory_share
     else:
-        model["kv_cache_gib"] = round(served.kv_bytes / GIB, 3)
+        model["kv_cache_gib"] = round(kv_gib, 3)
     model["max_concurrency"] = cap
     # `max_num_seqs` becomes the cap times this, rounded up.
     peak_rows = max(run.peak_rows, plan.best.found.saturated.run.peak_rows)
@@ -87,35 +70,36 @@ def _model(plan: Plan, served: Served) -> dict[str, Any]:
     if (family := plan.hardware.family) is not None:
         model["attention"] = "family"
         model["family"] = {"min_saved_blocks": family.min_saved_blocks}
-    engine = {"max_model_len": served.max_model_len, "block_size": served.block_size}
+    engine = {"max_model_len": settings.max_model_len, "block_size": settings.block_size}
     if engine := {name: value for name, value in engine.items() if value is not None}:
         model["engine"] = engine
     return model
 
 
-def overlay_values(plan: Plan, served: Served) -> dict[str, Any]:
+def overlay_values(plan: Plan, settings: PlanSettings) -> dict[str, Any]:
     """Return the values of a Kubernetes overlay's parameters.env: one replica per engine pod.
 
     With autoscaler bounds there are pods for the minimum, and components/autoscaling adds pods up
     to the maximum.
     """
-    has_gpu = served.gpu_memory_share is not None
-    weights_gib = served.weight_bytes / GIB
+    has_gpu = settings.memory_share is not None
+    kv_gib = plan.hardware.kv_tokens * settings.size.kv_bytes_per_token / GIB
+    weights_gib = settings.size.weight_bytes / GIB
     if has_gpu:
         # During loading, the checkpoint's files are in the page cache, which counts as pod memory.
         memory_gib = _HOST_GPU_GIB + math.ceil(weights_gib)
     else:
-        memory_gib = _HOST_CPU_GIB + math.ceil(weights_gib + served.kv_bytes / GIB)
-    least = plan.num_replicas if served.min_replicas is None else served.min_replicas
+        memory_gib = _HOST_CPU_GIB + math.ceil(weights_gib + kv_gib)
+    least = plan.num_replicas if settings.min_replicas is None else settings.min_replicas
     pods = min(least, plan.num_replicas)
     values: dict[str, Any] = {
         "pods": pods,
         "max-pods": plan.num_replicas,
         # At least one pod may be evicted, or no node could be drained.
         "available-pods": max(1, min(plan.num_serving, pods - 1)),
-        "cpu": _BUSY_PROCESSES + served.tensor_parallel,
+        "cpu": _BUSY_PROCESSES + settings.tensor_parallel,
         "memory": f"{memory_gib + _LIMIT_GIB}Gi",
     }
     if has_gpu:
-        values["gpus"] = served.tensor_parallel
+        values["gpus"] = settings.tensor_parallel
     return values

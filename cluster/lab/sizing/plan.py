@@ -6,16 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+from cluster.lab.experiments.parts import StartStage
+from cluster.lab.grid import Grid, grid
 from cluster.lab.sizing.errors import SizingError
 from cluster.lab.sizing.replica_run import ReplicaRun
 from cluster.lab.sizing.search import (
     Candidate,
-    Conditions,
     Found,
     Replica,
     Runner,
-    all_at_once,
+    SearchConditions,
     bisect,
     find_cap,
     grid_rate,
@@ -101,7 +103,7 @@ class Plan:
     """
 
     load: Load
-    conditions: Conditions
+    conditions: SearchConditions
     replicas: tuple[Replica, ...]
     best: Choice
     searched: Choice
@@ -128,17 +130,14 @@ class Plan:
         return self.best.serving
 
 
-Started = Callable[[str, int], Callable[[], None]]
-"""Starts a progress stage with a number of steps; the returned function is called after each."""
-
-
 def make_plan(
     load: Load,
     runs: Runner,
     *,
     caps: Sequence[int] = (),
     prices: Sequence[float] = (),
-    started: Started = lambda _stage, _total: lambda: None,
+    start_stage: StartStage = lambda _stage, _total: lambda: None,
+    processes: int = 1,
 ) -> Plan:
     """Find the hardware and cap that serve a load within its limits at the lowest cost.
 
@@ -146,114 +145,116 @@ def make_plan(
     price if `prices` has one for each replica's GPU; ties go to fewer replicas, then to the
     hardware named first. Raises SizingError if no candidate meets the limits.
     """
-    search = _Search(load, runs, tuple(caps), tuple(prices))
     modes = (True, False) if runs.forks else (False,)
     searches = [
-        (index, forked, cap)
+        (find_candidates, index, forked, cap)
         for index in range(len(runs.replicas))
         for forked in modes
         for cap in (caps or (None,))
     ]
-    done = started("candidates", len(searches))
-
-    def choices_of(index: int, forked: bool, cap: int | None) -> list[Choice]:
-        found = search.choices(index, cap, forked=forked)
+    choose = partial(choice_of, load, runs, prices)
+    with grid(processes, partial, _call, runs) as run_all:
+        done = start_stage("candidates", len(searches))
+        found: dict[Any, list[Found]] = {}
+        for task, candidates in run_all(searches):
+            found[task] = candidates
+            done()
+        choices = [choose(each) for task in searches for each in found[task]]
+        searched, sequential = _best(choices, runs)
+        done = start_stage("confirmation", 1)
+        best, expected_rate, expected = _confirmed(load, searched, choose, runs, run_all)
         done()
-        return found
-
-    choices = [
-        choice
-        for some in all_at_once([partial(choices_of, *each) for each in searches])
-        for choice in some
-    ]
-    possible = [choice for choice in choices if choice.replicas is not None]
-    candidates = [choice for choice in possible if choice.found.candidate.forked == modes[0]]
-    if not candidates:
-        raise SizingError(_impossible(choices, runs))
-    searched = min(candidates, key=_cost)
-    done = started("confirmation", 1)
-    best, expected_rate, expected = search.confirmed(searched)
-    done()
-    hardware = searched.found.candidate.replica
-    flat = [
-        choice
-        for choice in possible
-        if not choice.found.candidate.forked and choice.found.candidate.replica == hardware
-    ]
-    sequential = min(flat, key=_cost) if flat and runs.forks else None
     return Plan(
         load, runs.conditions, runs.replicas, best, searched, tuple(choices), sequential,
         expected_rate, expected,
     )  # fmt: skip
 
 
-class _Search:
-    """Searches for one plan."""
+def _call(runs: Runner, function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(runs, *arguments)
 
-    def __init__(
-        self, load: Load, runs: Runner, caps: tuple[int, ...], prices: tuple[float, ...]
-    ) -> None:
-        self._load = load
-        self._runs = runs
-        self._caps = caps
-        self._prices = prices
 
-    def choices(self, index: int, cap: int | None, *, forked: bool) -> list[Choice]:
-        """Return a replica's candidates: the given cap, or the best cap and a lower one."""
-        runs = self._runs
-        if cap is not None:
-            candidate = Candidate(index, cap, forked)
-            return [self.choice(bisect(runs, saturate(runs, candidate, is_complete=True)))]
-        found = [bisect(runs, find_cap(runs, index, forked=forked))]
-        lower = round(_LOWER_CAP * found[0].candidate.cap)
-        # Forks are compared with the best cap of sequential decoding.
-        if forked and lower > 0 and found[0].run is not None:
-            candidate = Candidate(index, lower, forked)
-            found.append(bisect(runs, saturate(runs, candidate, is_complete=True)))
-        return [self.choice(each) for each in found]
+def _best(choices: Sequence[Choice], runs: Runner) -> tuple[Choice, Choice | None]:
+    """Return the best choice, and the best without forks on its hardware if others fork."""
+    possible = [choice for choice in choices if choice.replicas is not None]
+    candidates = [each for each in possible if each.found.candidate.forked == runs.forks]
+    if not candidates:
+        raise SizingError(_impossible(choices, runs))
+    searched = min(candidates, key=_cost)
+    hardware = searched.found.candidate.replica
+    flat = [
+        choice
+        for choice in possible
+        if not choice.found.candidate.forked and choice.found.candidate.replica == hardware
+    ]
+    return searched, min(flat, key=_cost) if flat and runs.forks else None
 
-    def choice(self, found: Found) -> Choice:
-        """Return a candidate with the number of replicas that the load needs."""
-        if found.run is None:
-            return Choice(found, None, None, None)
-        serving = self._load.serving(found.rate, found.run.mean_latency_s)
-        replicas = serving + self._load.spare
-        index = found.candidate.replica
-        gpus = replicas * self._runs.replicas[index].num_gpus
-        price = gpus * self._prices[index] if self._prices else None
-        return Choice(found, serving, replicas, gpus, price)
 
-    def confirmed(self, searched: Choice) -> tuple[Choice, float, ReplicaRun]:
-        """Confirm a candidate in a longer run with other arrivals, lowering its rate if needed.
+def find_candidates(runs: Runner, index: int, forked: bool, cap: int | None) -> list[Found]:
+    """Return a replica's candidates: the given cap, or the best cap and a lower one."""
 
-        Returns the candidate at the confirmed rate, and the rate and run of each replica at the
-        load without headroom.
-        """
-        runs, found = self._runs, searched.found
-        seed = runs.conditions.seed + 1
-        measured = round(_CONFIRMED_TIMES * runs.conditions.measured)
+    def found_with(cap: int) -> Found:
+        return bisect(runs, saturate(runs, Candidate(index, cap, forked), is_complete=True))
 
-        def run(rate: float) -> ReplicaRun:
-            return runs.run(found.candidate, rate, measured=measured, seed=seed, is_complete=True)
+    if cap is not None:
+        return [found_with(cap)]
+    best = bisect(runs, find_cap(runs, index, forked=forked))
+    lower = round(_LOWER_CAP * best.candidate.cap)
+    # Forks are compared with the best cap of sequential decoding.
+    return [best, found_with(lower)] if forked and lower > 0 and best.run is not None else [best]
 
-        def expected_rate(choice: Choice) -> float:
-            # A lower rate has a lower latency, so users send more requests; headroom covers this.
-            assert choice.serving is not None
-            rate = self._load.rate_each(choice.serving, choice.run.mean_latency_s)
-            return grid_rate(rate_place(rate) + 1)
 
-        rate = expected_rate(searched)
-        confirming, expected = all_at_once(
-            [partial(run, grid_rate(found.place)), partial(run, rate)]
-        )
-        place = found.place
-        while confirming.broken:
-            place -= 1
-            confirming = run(grid_rate(place))
-        best = self.choice(replace(found, place=place, run=confirming))
-        if (final_rate := expected_rate(best)) != rate:
-            expected = run(final_rate)
-        return best, final_rate, expected
+def choice_of(load: Load, runs: Runner, prices: Sequence[float], found: Found) -> Choice:
+    """Return a candidate with the number of replicas that the load needs."""
+    if found.run is None:
+        return Choice(found, None, None, None)
+    serving = load.serving(found.rate, found.run.mean_latency_s)
+    replicas = serving + load.spare
+    index = found.candidate.replica
+    gpus = replicas * runs.replicas[index].num_gpus
+    return Choice(found, serving, replicas, gpus, gpus * prices[index] if prices else None)
+
+
+def confirming_run(runs: Runner, candidate: Candidate, rate: float) -> ReplicaRun:
+    """Run a candidate for longer than in the search, with other arrivals."""
+    conditions = runs.conditions
+    measured = round(_CONFIRMED_TIMES * conditions.measured)
+    seed = conditions.seed + 1
+    return runs.run(candidate, rate, measured=measured, seed=seed, is_complete=True)
+
+
+def _confirmed(
+    load: Load,
+    searched: Choice,
+    choose: Callable[[Found], Choice],
+    runs: Runner,
+    run_all: Grid,
+) -> tuple[Choice, float, ReplicaRun]:
+    """Confirm a candidate in a longer run, lowering its rate if needed.
+
+    Returns the candidate at the confirmed rate, and the rate and run of each replica at the load
+    without headroom.
+    """
+    found = searched.found
+
+    def expected_rate(choice: Choice) -> float:
+        # A lower rate has a lower latency, so users send more requests; headroom covers this.
+        assert choice.serving is not None
+        rate = load.rate_each(choice.serving, choice.run.mean_latency_s)
+        return grid_rate(rate_place(rate) + 1)
+
+    rate, place = expected_rate(searched), found.place
+    rates = dict.fromkeys((grid_rate(place), rate))
+    tasks = [(confirming_run, found.candidate, each) for each in rates]
+    done = {task[-1]: run for task, run in run_all(tasks)}
+    confirming, expected = done[grid_rate(place)], done[rate]
+    while confirming.broken:
+        place -= 1
+        confirming = confirming_run(runs, found.candidate, grid_rate(place))
+    best = choose(replace(found, place=place, run=confirming))
+    if (final_rate := expected_rate(best)) != rate:
+        expected = confirming_run(runs, found.candidate, final_rate)
+    return best, final_rate, expected
 
 
 def _cost(choice: Choice) -> tuple[float, int, int, int]:

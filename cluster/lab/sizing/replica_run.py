@@ -113,26 +113,11 @@ class _Window:
     steps: int = 0
 
 
-def run_replica(
-    core: VirtualCore,
-    requests: Sequence[ReplayAnswer],
-    arrivals: OpenLoop | None,
-    load: ReplicaLoad,
-    slos: Slos,
-    *,
-    is_complete: bool = False,
-) -> ReplicaRun:
-    """Run a new core under open-loop load that cycles through the requests.
+class ReplicaDriver:
+    """Runs a new core under open-loop load that cycles through the requests.
 
     Without `arrivals` the replica is saturated: each finished request is replaced by a new one.
-    After a warm-up, the run continues until `load.measured` requests have finished. Unless
-    `is_complete`, it ends early once more than 1% of that number have missed a limit.
     """
-    return _Run(core, requests, arrivals, load, slos).result(is_complete=is_complete)
-
-
-class _Run:
-    """The state of one run."""
 
     def __init__(
         self,
@@ -162,7 +147,11 @@ class _Run:
         self._peak_running = self._peak_waiting = 0
 
     def result(self, *, is_complete: bool) -> ReplicaRun:
-        """Run to the end and return the measurements."""
+        """Run to the end and return the measurements.
+
+        After a warm-up, the run continues until `load.measured` requests have finished. Unless
+        `is_complete`, it ends early once more than 1% of that number have missed a limit.
+        """
         core, load, window = self._core, self._load, self._window
         core.scheduler.gate.max_requests = load.cap
         while self._num_measured < load.measured and (is_complete or not self._broken()):

@@ -11,7 +11,6 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from apar_core.errors import EvaluationError
-from apar_core.suggestions import did_you_mean
 from apar_core.tree import ROOT_THREAD, ParagraphTree, child_thread, restore
 from apar_core.tree.threads import thread_scripts
 from cluster.lab.sizing.errors import SizingError
@@ -82,16 +81,6 @@ _PROFILES = (
 PROFILES = {profile.name: profile for profile in _PROFILES}
 
 
-def find_profile(name: str) -> ForkProfile:
-    """Return a profile by its name. Raises SizingError for an unknown one."""
-    if name not in PROFILES:
-        raise SizingError(
-            f"unknown fork profile {name!r}: known are {', '.join(PROFILES)}"
-            f"{did_you_mean(name, PROFILES)}"
-        )
-    return PROFILES[name]
-
-
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Source of a load's requests.
@@ -112,7 +101,7 @@ class Workload:
             return f"recorded answers of {self.trace.name}"
         return (
             f"random trees of {self.prompt_tokens:g} + {self.answer_tokens:g} tokens on average; "
-            f"forks and spread of lengths as in {find_profile(self.forks).source}"
+            f"forks and spread of lengths as in {PROFILES[self.forks].source}"
         )
 
     def requests(self, number: int, *, max_tokens: int, seed: int) -> list[ReplayAnswer]:
@@ -129,7 +118,7 @@ class Workload:
                 f"--prompt-tokens {self.prompt_tokens:g} and --answer-tokens "
                 f"{self.answer_tokens:g} exceed the context of {max_tokens:,} tokens"
             )
-        profile, random = find_profile(self.forks), Random(seed)
+        profile, random = PROFILES[self.forks], Random(seed)
         prompt_scale = self.prompt_tokens / _mean(profile.prompts)
         answer_scale = self.answer_tokens / _mean(profile.answers)
         made: list[ReplayAnswer] = []

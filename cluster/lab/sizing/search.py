@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -23,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from apar_core.tree import tree_statistics
-from cluster.lab.grid import worker_pool
-from cluster.lab.sizing.replica_run import ReplicaLoad, ReplicaRun, Slos, run_replica
+from cluster.lab.sizing.replica_run import ReplicaDriver, ReplicaLoad, ReplicaRun, Slos
 from cluster.lab.sizing.requests import Workload
 from cluster.loadtest.arrivals import GammaArrivals, OpenLoop, read_arrivals
 from deployments.config.model import MAX_THREADS
@@ -69,7 +65,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class SearchConditions:
     """Inputs shared by all candidates: requests, arrivals, limits, and the size of a run.
 
     arrivals: file of recorded times, scaled to each rate; None for a Poisson process.
@@ -161,15 +157,11 @@ def rate_place(rate: float) -> int:
 
 
 class Runner:
-    """Runs candidates in worker processes, or in this process if there is no pool."""
+    """Runs candidates under common conditions."""
 
-    def __init__(
-        self, replicas: Sequence[Replica], conditions: Conditions, pool: ProcessPoolExecutor | None
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], conditions: SearchConditions) -> None:
         self.replicas = tuple(replicas)
         self.conditions = conditions
-        self._pool = pool
-        self._in_process = threading.Lock()
         self._shapes = {forked: _shape(_requests(conditions), forked) for forked in (True, False)}
 
     @property
@@ -202,12 +194,14 @@ class Runner:
             measured or conditions.measured,
             conditions.seed if seed is None else seed,
         )
-        replica = self.replicas[candidate.replica]
-        task = (replica, conditions, load, rate, slos or conditions.slos, is_complete)
-        if self._pool is None:
-            with self._in_process:
-                return _run(*task)
-        return self._pool.submit(_run, *task).result()
+        return _run(
+            self.replicas[candidate.replica],
+            conditions,
+            load,
+            rate,
+            slos or conditions.slos,
+            is_complete,
+        )
 
     def largest_cap(self, replica: int, *, forked: bool) -> int:
         """Return how many requests fit into the KV cache on average, at most `MAX_THREADS`."""
@@ -235,28 +229,6 @@ class Runner:
         while cap > 1 and step_s(cap) > token_s:
             cap -= max(1, cap // 50)
         return cap
-
-
-@contextmanager
-def runner(replicas: Sequence[Replica], conditions: Conditions, processes: int) -> Iterator[Runner]:
-    """Provide a runner with `processes` worker processes; with 1, it runs in this process."""
-    if processes == 1:
-        yield Runner(replicas, conditions, None)
-        return
-    with worker_pool(processes) as pool:
-        yield Runner(replicas, conditions, pool)
-
-
-def all_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Make calls in parallel threads and return their results in order.
-
-    For calls that mostly wait for worker processes.
-    """
-    if not calls:
-        return []
-    with ThreadPoolExecutor(len(calls)) as executor:
-        futures: list[Future[Any]] = [executor.submit(call) for call in calls]
-        return [future.result() for future in futures]
 
 
 def highest(
@@ -371,12 +343,12 @@ class EvenPoisson:
         return list(accumulate(scaled))
 
 
-# ---- in the worker processes --------------------------------------------------------------------
+# ---- a run -------------------------------------------------------------------------------------
 
 
 def _run(
     replica: Replica,
-    conditions: Conditions,
+    conditions: SearchConditions,
     load: ReplicaLoad,
     rate: float | None,
     slos: Slos,
@@ -388,7 +360,8 @@ def _run(
         arrivals = EvenPoisson(rate) if recorded is None else read_arrivals(recorded, rate)
     core = _cores(replica).build()
     requests = _requests(conditions)
-    return run_replica(core, requests, arrivals, load, slos, is_complete=is_complete)
+    driver = ReplicaDriver(core, requests, arrivals, load, slos)
+    return driver.result(is_complete=is_complete)
 
 
 @lru_cache(maxsize=8)
@@ -410,7 +383,7 @@ def _cores(replica: Replica) -> VirtualCores:
 
 
 @lru_cache(maxsize=2)
-def _requests(conditions: Conditions) -> list[ReplayAnswer]:
+def _requests(conditions: SearchConditions) -> list[ReplayAnswer]:
     return conditions.workload.requests(
         _DISTINCT, max_tokens=conditions.max_model_len, seed=conditions.seed
     )

@@ -5,8 +5,8 @@ tokenizer, output processor or detokenizer: requests are given as token ids, and
 token and their end are reported. Given the same requests, it takes the same steps as
 `VirtualEngine`.
 
-A core advances its own clock. A caller with several cores steps the one with the smallest
-`next_event_s`, and delivers the returned events at their own times:
+A core advances its own clock. A caller with several cores steps the one with the earliest `now_s`
+that has work, and delivers the returned events at their own times:
 
     cores = VirtualCores(spec)
     core = cores.build()
@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -165,19 +164,9 @@ class VirtualCore:
         return bool(self.scheduler.has_requests() or self._core.batch_queue)
 
     @property
-    def next_event_s(self) -> float | None:
-        """Time at which the core schedules its next step, None while it is idle."""
-        return self.now_s if self.has_work else None
-
-    @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
-
-    @property
-    def request_ids(self) -> tuple[str, ...]:
-        """Requests that have not ended, in the order of their arrival."""
-        return tuple(self._live)
 
     @property
     def totals(self) -> StepTotals:
@@ -258,11 +247,6 @@ class VirtualCore:
             if self.scheduler.threads.group_of_root(request_id) is None:
                 events.append(self._event(self._live.pop(request_id), is_end=True))
         return events
-
-    def abort(self, request_id: str) -> None:
-        """End a request with all its threads, without an event."""
-        del self._live[request_id]
-        self._core.abort_requests([request_id])
 
     def journal(self, request_id: str) -> Journal:
         """Return what each thread of a request has generated, for another core to continue."""
@@ -349,60 +333,3 @@ class VirtualCore:
 
     def _count_preemption(self) -> None:
         self.preemptions += 1
-
-
-@dataclass(frozen=True, slots=True)
-class ServedRequest:
-    """Times of one request; latencies count from `arrival_s`."""
-
-    request_id: str
-    arrival_s: float
-    first_token_s: float
-    end_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    text_tokens: int
-
-
-def run_open_loop(
-    core: VirtualCore,
-    requests: Iterable[VirtualRequest],
-    on_end: Callable[[ServedRequest], Iterable[VirtualRequest]] | None = None,
-) -> list[ServedRequest]:
-    """Serve requests at their arrival times, and return them in order of completion.
-
-    `on_end` returns the requests that follow a finished one (closed loop); an immediate follow-up
-    arrives at its `end_s`. Requests that arrive before the core's current time are added at once.
-    """
-    coming = [(each.arrival_s, number, each) for number, each in enumerate(requests)]
-    heapq.heapify(coming)
-    num_seen = len(coming)
-    running: dict[str, tuple[VirtualRequest, float]] = {}
-    served: list[ServedRequest] = []
-    while coming or core.has_work:
-        while coming and (not core.has_work or coming[0][0] <= core.now_s):
-            request = heapq.heappop(coming)[-1]
-            core.add(request)
-            running[request.request_id] = (request, request.arrival_s)
-        for event in core.step():
-            request, first_token_s = running[event.request_id]
-            if not event.is_end:
-                running[event.request_id] = (request, event.time_s)
-                continue
-            del running[event.request_id]
-            end = ServedRequest(
-                request.request_id,
-                request.arrival_s,
-                first_token_s,
-                event.time_s,
-                len(request.prompt_ids),
-                event.cached_tokens,
-                event.generated_tokens,
-                event.text_tokens,
-            )
-            served.append(end)
-            for each in on_end(end) if on_end is not None else ():
-                heapq.heappush(coming, (each.arrival_s, num_seen, each))
-                num_seen += 1
-    return served

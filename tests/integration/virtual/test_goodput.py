@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.simulate import replica_settings
 from cluster.lab.experiments.parts import PartStore
 from cluster.lab.simulation import goodput
-from cluster.lab.simulation.goodput import ADAPTIVE, GoodputSettings, find_goodput
-from cluster.lab.simulation.runs import NO_FORKS, SimulationSettings
+from cluster.lab.simulation.goodput import find_goodput
+from cluster.lab.simulation.settings import ADAPTIVE, NO_FORKS, GoodputSettings
 
 TRACES = Path("../shared/data/traces")
 SLOS = ("ttft=1s,tpot=1.5x", "ttft=1s,tpot=3x", "ttft=1s,tpot=3x,silence=5x")
@@ -29,14 +28,14 @@ def test_adaptive_forks_sustain_the_rate_of_the_better_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, gpu: str, mix: str
 ) -> None:
     monkeypatch.setattr(goodput, "_LEAST_S", 15.0)
-    base = SimulationSettings(
-        **replica_settings(model, gpu, 1),
-        traces=(TRACES / f"{mix}.jsonl",),
-        arrivals=None,
-        replicas=(1,),
-        concurrency=350,
+    settings = GoodputSettings(
+        model=model,
+        gpu=gpu,
+        trace=[TRACES / f"{mix}.jsonl"],
+        slo=list(SLOS),
+        methods=(NO_FORKS, "eager", ADAPTIVE),
+        requests=400,
     )
-    settings = GoodputSettings(base, SLOS, (NO_FORKS, "eager", ADAPTIVE), requests=400)
     store = PartStore(tmp_path, settings.as_text())
 
     results = find_goodput(settings, store, 2, lambda *_: lambda: None)

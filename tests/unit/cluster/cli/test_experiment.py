@@ -38,7 +38,7 @@ def test_each_command_explains_itself(command: str) -> None:
         ("--methods", "sequential,greedy", "'greedy' is not one of sequential, eager, adaptive"),
         ("--methods", "eager", "sequential must be among the methods"),
         ("--gpu", "a100-80gb,b9000", "unknown GPU 'b9000'"),
-        ("--engine", "imagined", "Input should be 'virtual' or 'real' (got 'imagined')"),
+        ("--engine", "imagined", "'imagined' is not one of virtual, real"),
         (
             "--concurrency",
             "1,none",
@@ -61,6 +61,22 @@ def test_a_wrong_option_is_named_with_its_value(
     assert f"Invalid value for '{option}': " in output
     assert message in output
     assert output.count(value) <= 1
+
+
+@pytest.mark.parametrize(
+    "command", ["joins", "goodput", "scheduler-cost", "family-attention", "fig5a"]
+)
+def test_an_unknown_gpu_is_named_with_the_known_ones(command: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE)
+
+    code, output = run(
+        command, "--trace", trace, "--out", str(tmp_path / "out"), "--gpu", "a100-8gb"
+    )
+
+    assert code == 2
+    assert "Invalid value for '--gpu': unknown GPU 'a100-8gb': known are" in output
+    assert "did you mean a100-80gb?" in output
 
 
 @pytest.mark.parametrize("command", ["fig5a", "peers", "all"])

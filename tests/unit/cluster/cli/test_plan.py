@@ -18,9 +18,8 @@ from apar_core.attention.plan import StepPlanner
 from apar_core.attention.settings import FamilySettings
 from apar_core.scheduler.fork_settings import fork_settings
 from apar_core.step_costs.files import write_costs
-from apar_core.step_costs.models import find_model
 from apar_core.vllm_names import FullAttentionSpec
-from cluster.cli.plan import EngineOptions
+from cluster.lab.sizing.settings import PlanSettings
 from deployments.app.application import engine_arguments
 from deployments.config import ClusterConfig, load_config
 from tests.fakes.apar_command import apar
@@ -75,9 +74,9 @@ def test_the_yaml_configures_the_plan(planned: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_plan_with_family_attention_turns_it_on() -> None:
-    size = find_model("llama-3-8b")
     ordinary, family = (
-        EngineOptions(size, 2048, reads_families=reads).replica("h100") for reads in (False, True)
+        PlanSettings(rate=1, model="llama-3-8b", max_model_len=2048, attention=name).replica("h100")
+        for name in ("ordinary", "family")
     )
 
     assert ordinary == replace(family, family=None)

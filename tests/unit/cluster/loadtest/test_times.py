@@ -52,6 +52,17 @@ def test_objectives_are_read_with_their_units() -> None:
     assert parse_slo("ttft=2s, tpot=50ms,e2e=0.5s") == {"ttft": 2.0, "tpot": 0.05, "e2e": 0.5}
 
 
+def test_an_objective_may_be_a_multiple_of_a_step() -> None:
+    assert parse_slo("ttft=1s,tpot=1.5x", step_s=0.02) == {"ttft": 1.0, "tpot": 0.03}
+    for text, problem in (
+        ("ttft=fast", "nor a multiple of the step time, such as 1.5x"),
+        ("tpot=-1x", "the time must be above 0"),
+        ("tpot=nanx", "the time must be above 0"),
+    ):
+        with pytest.raises(EvaluationError, match=problem):
+            parse_slo(text, step_s=0.02)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

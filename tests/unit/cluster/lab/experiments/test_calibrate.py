@@ -7,13 +7,13 @@ import pytest
 
 from apar_core.step_costs.costs import StepBatch, StepCosts
 from cluster.lab.experiments.calibrate import (
-    Grid,
     StepSample,
     StepTimer,
     fit_samples,
     measure_forks,
     measure_point,
 )
+from cluster.lab.experiments.settings import Grid
 from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 
 pytestmark = pytest.mark.engine

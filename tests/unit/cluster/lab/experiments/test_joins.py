@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,11 +13,10 @@ from apar_core.offline.data.joined import JoinedBlock, JoinedTokens
 from cluster.cli.main import app
 from cluster.lab.experiments.joins import (
     JoinedQuestion,
-    JoinRun,
-    MarkedText,
     OneSequence,
     ResubmittingClient,
     join_table,
+    marked_encoder,
 )
 from tests.unit.cluster.lab.experiments.played_programs import Played
 
@@ -74,19 +74,21 @@ def test_the_critical_path_has_the_longest_thread_of_each_block() -> None:
 
 
 def test_structure_is_encoded_apart_from_text() -> None:
-    encode = MarkedText(lambda text: [len(text)], lambda text: [100 + len(text)], {"<Outline>": 5})
+    encode = marked_encoder(
+        lambda text: [len(text)], lambda text: [100 + len(text)], {"<Outline>": 5}
+    )
 
     assert encode("ab\n<Outline>12: c\n") == [102, 1, 5, 3, 102, 1]
 
 
 def test_ratios_are_over_the_same_text_in_sequence() -> None:
-    def run(method: str, duration_s: float, computed: int) -> JoinRun:
-        return JoinRun(
-            method=method, concurrency=8, round_trip_s=0.01, answers=4, text_tokens=100,
-            duration_s=duration_s, latency_s=duration_s / 4, latency_p90_s=1.0,
-            computed_tokens=computed, requests=4, steps=10, rows=20, preemptions=0,
-            peak_kv_tokens=10,
-        )  # fmt: skip
+    def run(method: str, duration_s: float, computed: int) -> dict[str, Any]:
+        return {
+            "method": method, "concurrency": 8, "round_trip_s": 0.01, "answers": 4,
+            "text_tokens": 100, "duration_s": duration_s, "latency_s": duration_s / 4,
+            "latency_p90_s": 1.0, "computed_tokens": computed, "requests": 4, "steps": 10,
+            "rows": 20, "preemptions": 0,
+        }  # fmt: skip
 
     table = join_table([run("sequential", 20.0, 200), run("client", 10.0, 260)])
 

@@ -18,11 +18,10 @@ from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import step_costs
 from cluster.lab.experiments import family_attention
 from cluster.lab.experiments.driver import Drive, RunPlan, drive
-from cluster.lab.experiments.engine import Conditions
+from cluster.lab.experiments.engine import RunConditions
 from cluster.lab.experiments.family_attention import (
     FAMILY,
     REQUEST,
-    FamilyAttentionSettings,
     RunName,
     Worker,
     do_runs,
@@ -31,6 +30,7 @@ from cluster.lab.experiments.family_attention import (
 )
 from cluster.lab.experiments.methods import EAGER, METHODS, SEQUENTIAL
 from cluster.lab.experiments.recorded_steps import RecordedSteps, device_times, timed
+from cluster.lab.experiments.settings import FamilyAttentionSettings
 from cluster.lab.virtual.shared_reads import Grouping
 
 LIST = "Here are {0} tips:\n\n" + "\n".join(
@@ -42,8 +42,8 @@ SLOW_HOST = replace(COSTS, host_row_s=2e-3, largest_graph=16)
 SAMPLE_S = 0.05
 # Small memory preempts.
 NAMES = [
-    RunName(num_blocks=64, trace="structured", method=EAGER, concurrency=8),
-    RunName(num_blocks=400, trace="structured", method=EAGER, concurrency=3, is_closed_loop=True),
+    RunName("structured", EAGER, num_blocks=64, concurrency=8),
+    RunName("structured", EAGER, num_blocks=400, concurrency=3, is_closed_loop=True),
 ]
 
 
@@ -66,11 +66,11 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 def live(worker: Worker, name: RunName, costs: StepCosts, attention: Grouping | None) -> Drive:
-    engine, workload = worker._engine, worker._workload(name)
+    engine, workload = worker._engine, worker._workload(name.trace, name.system_tokens)
     assert engine.device is not None
     engine.device.attention = attention
     plan = RunPlan(
-        Conditions(
+        RunConditions(
             num_blocks=name.num_blocks,
             max_requests=None if name.is_closed_loop else name.concurrency,
             growth_reserve_tokens=8,
@@ -151,10 +151,10 @@ def test_a_run_that_was_done_with_thresholds_is_not_done_again(
             concurrencies=(1,), system_tokens=0,
         )  # fmt: skip
         done.clear()
-        do_runs(settings, tmp_path, lambda *_: lambda: None, 1)
+        store = do_runs(settings, tmp_path, lambda *_: lambda: None, 1)
         for point in points(settings):
             for method in (SEQUENTIAL, EAGER):
-                load_run(tmp_path, settings, point.run(method))
+                load_run(tmp_path, store, point.run(method))
         return list(done)
 
     # Both GPUs have the same KV cache: two methods at one share, and a closed loop.

@@ -14,7 +14,7 @@ from apar_core.engine.replay import replay_args
 from apar_core.errors import EvaluationError
 from apar_core.scheduler.fork_settings import ForkSettings
 from cluster.lab.experiments.driver import RunPlan, drive, question_order
-from cluster.lab.experiments.engine import Conditions
+from cluster.lab.experiments.engine import RunConditions
 from cluster.lab.experiments.methods import (
     METHODS,
     PEER_METHODS,
@@ -24,8 +24,14 @@ from cluster.lab.experiments.methods import (
 )
 from cluster.lab.experiments.parts import StartStage
 from cluster.lab.experiments.program import ReplayedRequest
-from cluster.lab.experiments.runs import Run, RunStore, Worker, do_runs, num_questions
-from cluster.lab.experiments.settings import FIGURE_5A, ExperimentSettings, RunKey, keys_of
+from cluster.lab.experiments.runs import Run, RunStore, Worker, do_runs
+from cluster.lab.experiments.settings import (
+    FIGURE_5A,
+    ExperimentSettings,
+    RunKey,
+    closed_loop_answers,
+    keys_of,
+)
 from cluster.lab.virtual.text import virtual_text
 
 pytestmark = pytest.mark.engine
@@ -135,12 +141,10 @@ def test_methods_of_parallel_answering_take_fewer_steps(runs: dict[str, Run]) ->
 def test_forked_rows_attend_to_fewer_tokens_and_read_blocks_of_their_siblings(
     runs: dict[str, Run],
 ) -> None:
-    def attended_per_row(run: Run) -> float:
-        assert run.attended_tokens is not None
-        return run.attended_tokens / run.rows
+    eager, sequential = runs["eager"], runs["sequential"]
 
-    assert attended_per_row(runs["eager"]) < attended_per_row(runs["sequential"])
-    assert (runs["eager"].distinct_share or 1) < (runs["sequential"].distinct_share or 0)
+    assert (eager.attended_per_row or 1e9) < (sequential.attended_per_row or 0)
+    assert (eager.distinct_percent or 100) < (sequential.distinct_percent or 0)
     assert runs["eager"].categories["math"].threads == (NUM_TIPS + 1) * NUM_ANSWERS // 2
     assert runs["sequential"].categories["math"].threads == NUM_ANSWERS // 2
 
@@ -164,13 +168,13 @@ def test_clients_that_keep_the_limit_do_what_the_engine_does_with_its_own(
     engine = worker._engine
     assert engine is not None
     plan = RunPlan(
-        Conditions(max_requests=3),
+        RunConditions(max_requests=3),
         lambda index: ReplayedRequest(workload.questions[index].answer, forks=True),
         NUM_ANSWERS,
     )
 
     by_engine = drive(engine, plan, sample_s=0.1)
-    by_clients = drive(engine, replace(plan, conditions=Conditions(), clients=3), sample_s=0.1)
+    by_clients = drive(engine, replace(plan, conditions=RunConditions(), clients=3), sample_s=0.1)
 
     assert by_clients.counts == by_engine.counts
     assert by_clients.duration_s == by_engine.duration_s
@@ -245,7 +249,9 @@ def test_an_answer_that_is_not_the_recorded_one_ends_the_run(
     engine = worker._engine
     assert engine is not None
     with pytest.raises(EvaluationError, match="another answer than '0'"):
-        drive(engine, RunPlan(Conditions(), lambda _: Wrong(answer, forks=False), 1), sample_s=1.0)
+        drive(
+            engine, RunPlan(RunConditions(), lambda _: Wrong(answer, forks=False), 1), sample_s=1.0
+        )
     engine.finish()
 
 
@@ -284,13 +290,24 @@ def test_a_closed_loop_is_warm_before_the_measured_questions_and_busy_after_them
 
 
 def test_a_closed_loop_of_few_clients_measures_fewer_answers() -> None:
-    loop = KEY.model_copy(update={"is_closed_loop": True})
+    assert [closed_loop_answers(number, 1000) for number in (1, 20, 350)] == [48, 80, 1000]
 
-    assert num_questions(KEY, 1000) == 1000
-    assert [
-        num_questions(loop.model_copy(update={"concurrency": number}), 1000)
-        for number in (1, 20, 350)
-    ] == [48, 80, 1000]
+
+def test_a_request_has_no_more_threads_than_the_conditions_allow(
+    worker: Worker, workload: Workload
+) -> None:
+    engine = worker._engine
+    assert engine is not None
+    plan = RunPlan(
+        RunConditions(max_threads=1),
+        lambda index: ReplayedRequest(workload.questions[index].answer, forks=True),
+        NUM_ANSWERS,
+    )
+
+    found = drive(engine, plan, sample_s=0.1)
+
+    assert found.forks == FORKS
+    assert found.counts.largest_rows == NUM_ANSWERS
 
 
 def workload_of(settings: ExperimentSettings, **given: Any) -> Workload:

@@ -1,11 +1,13 @@
-"""The loads of the scale-out experiment, on a server and with a client that are played."""
+"""The loads of the scale-out experiment with played servers, and when a server counts as ready."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from apar_core.errors import EvaluationError
@@ -13,11 +15,11 @@ from cluster.lab.experiments import scale_out
 from cluster.lab.experiments.parts import PartStore
 from cluster.lab.experiments.scale_out import (
     ReplicasRun,
-    ScaleOutSettings,
     report_scale_out,
     run_replicas,
     scale_out_figure,
 )
+from cluster.lab.experiments.settings import ScaleOutSettings
 
 SETTINGS = ScaleOutSettings(trace=Path("t"))
 
@@ -36,7 +38,7 @@ class Played:
     @contextmanager
     def serve(self, model: Any, folder: Path, name: str) -> Iterator[Any]:
         self.served.append(name)
-        yield SimpleNamespace(url="http://played", cpu_s=lambda: 1.0)
+        yield SimpleNamespace(url="http://played", cpu_s=count(1.0).__next__)
 
     def load(self, arguments: list[str], **_: Any) -> Any:
         out = Path(arguments[arguments.index("--out") + 1])
@@ -123,9 +125,46 @@ def test_throughput_stands_over_its_number_of_replicas_with_its_ratio_to_the_few
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("replicas", "text tokens / s")
 
 
-def test_the_report_has_what_was_measured() -> None:
-    report = report_scale_out(SETTINGS, RUNS)
+def test_the_report_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Played(monkeypatch)
+
+    report = report_scale_out(SETTINGS, tmp_path, lambda *_: lambda: None)
 
     assert report.facts["Load"] == "96 answers of t, 32 under way at once, 3 repeats"
     assert [table.name for table in report.tables] == ["replicas"]
-    assert len(report.data["runs"]) == len(RUNS)
+    assert [run["replicas"] for run in report.data["runs"]] == [1, 1, 2, 2]
+
+
+STARTING_SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import yaml
+
+num_health_checks = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        global num_health_checks
+        is_ready = num_health_checks >= 2
+        num_health_checks += self.path == "/health"
+        self.send_response(503 if self.path == "/health" and not is_ready else 200)
+        self.end_headers()
+        self.wfile.write(b"ready" if is_ready else b"starting")
+
+
+port = yaml.safe_load(Path(sys.argv[-1]).read_text())["port"]
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_is_ready_when_it_is_healthy_not_when_it_lists_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_out, "APAR", ("-c", STARTING_SERVER))
+
+    with scale_out.served_cluster({"checkpoint": "apar-tiny"}, tmp_path, "serve") as served:
+        assert httpx.get(f"{served.url}/v1/models").text == "ready"

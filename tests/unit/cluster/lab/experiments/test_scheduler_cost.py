@@ -12,7 +12,6 @@ import pytest
 from apar_core.errors import EvaluationError
 from cluster.lab.experiments.scheduler_cost import (
     RunCost,
-    SchedulerCostSettings,
     Way,
     WayCost,
     _MeasuredEngine,
@@ -20,6 +19,7 @@ from cluster.lab.experiments.scheduler_cost import (
     report_scheduler_cost,
     way_cost,
 )
+from cluster.lab.experiments.settings import SchedulerCostSettings
 
 NUM_ANSWERS, NUM_TIPS = 6, 4
 TIPS = "\n".join(
@@ -35,7 +35,7 @@ def settings(tmp_path: Path) -> SchedulerCostSettings:
         for i in range(NUM_ANSWERS)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    return SchedulerCostSettings(trace=trace, answers=NUM_ANSWERS, max_requests=4, rounds=2)
+    return SchedulerCostSettings(trace=trace, answers=NUM_ANSWERS, concurrency=4, repeats=2)
 
 
 @pytest.fixture

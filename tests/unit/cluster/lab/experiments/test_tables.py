@@ -345,6 +345,8 @@ def test_given_costs_name_the_device_in_place_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_given_costs_describe_one_device_only(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text("{}")
+
     with pytest.raises(ValidationError, match="one model and one GPU"):
         ExperimentSettings(
             trace=Path("answers.jsonl"), costs=tmp_path / "costs.json", gpus=("h100", "h200")

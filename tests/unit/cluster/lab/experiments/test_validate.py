@@ -16,9 +16,9 @@ from apar_core.step_costs.predict import step_costs
 from cluster.lab.experiments import validate as validation
 from cluster.lab.experiments.calibrate import StepTimer, fit_samples
 from cluster.lab.experiments.engine import ExperimentEngine, hidden_ids, write_random_model
+from cluster.lab.experiments.settings import ValidationSettings
 from cluster.lab.experiments.validate import (
     RunPoint,
-    ValidationSettings,
     engine_facts,
     load_answers,
     measure_runs,

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from apar_core.attention.settings import FamilySettings
 from apar_core.step_costs.costs import StepCosts
+from apar_core.step_costs.files import write_costs
 from cluster.lab.simulation.cluster import Cluster, ClusterRun
-from cluster.lab.simulation.measures import Slo, measure, ratio, summarise
+from cluster.lab.simulation.measures import measure, ratio, summarise
 from cluster.lab.simulation.report import simulation_report
-from cluster.lab.simulation.runs import Case, SimulationSettings, run_case
+from cluster.lab.simulation.runs import cluster_settings, run_case
+from cluster.lab.simulation.settings import Case, SimulationSettings
 from cluster.lab.simulation.workload import Answer, RecordedArrivals, RecordedData, SimRequest
 from cluster.lab.virtual.text import checkpoint_tokens
 from deployments.config.model import ModelConfig
@@ -44,14 +50,30 @@ DATA = RecordedData(
     [answer("plain"), answer("list", 30, 50, 40), answer("list", 20, 20)],
     RecordedArrivals((0.1, 0.1, 3.0, 0.2, 0.1, 1.0, 0.5), (40, 300, 90, 700, 20, 900, 120)),
 )
-SETTINGS = SimulationSettings(
-    COSTS, CONFIG, 8192, (), None, concurrency=8, duration_s=8.0, replicas=(3,), rates=(20.0,)
-)
+FOLDER = TemporaryDirectory()
+
+
+def small_replica(costs: StepCosts = COSTS) -> dict[str, Any]:
+    """Options of replicas of a small model with made-up step costs."""
+    folder = Path(FOLDER.name)
+    config = {**CONFIG, "vocab_size": 100, "max_position_embeddings": 4096, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 1024}))
+    file = folder / f"{hash(costs)}.json"
+    write_costs(costs, file)
+    return {"trace": [], "model": str(folder), "costs": file, "kv_tokens": 8192}
+
+
+def settings_of(costs: StepCosts = COSTS, **given: Any) -> SimulationSettings:
+    usual = {"concurrency": 8, "duration_s": 8.0, "replicas": (3,), "rate": (20.0,)}
+    return SimulationSettings(**{**small_replica(costs), **usual, **given})
+
+
+SETTINGS = settings_of()
 CASE = Case(3, 20.0, None, "threads", "eager")
 
 
-def run(case: Case = CASE, seed: int = 0, **changes: object) -> ClusterRun:
-    return run_case(replace(SETTINGS, **changes), DATA, case, seed)[1]  # type: ignore[arg-type]
+def run(case: Case = CASE, seed: int = 0, **changes: Any) -> ClusterRun:
+    return run_case(settings_of(**changes), DATA, case, seed)[1]
 
 
 @cache
@@ -61,7 +83,7 @@ def undisturbed() -> ClusterRun:
 
 @pytest.mark.parametrize("router", [policy.value for policy in RoutingPolicy])
 def test_every_request_is_answered_whole_with_every_router(router: str) -> None:
-    found = run(replace(CASE, router=router))
+    found = run(CASE._replace(router=router))
 
     assert len(found.outcomes) == 160
     for outcome in found.outcomes:
@@ -83,7 +105,7 @@ def test_two_runs_are_identical() -> None:
 
 
 def test_all_policies_get_the_same_requests_and_forks_shorten_them() -> None:
-    plain = run(replace(CASE, fork_policy="off"))
+    plain = run(CASE._replace(fork_policy="off"))
 
     forked = undisturbed()
     assert plain.forks == 0 < forked.forks
@@ -92,27 +114,30 @@ def test_all_policies_get_the_same_requests_and_forks_shorten_them() -> None:
         a.request.arrival_s == b.request.arrival_s and a.request.answer is b.request.answer
         for a, b in pairs
     )
-    slo = Slo()
-    assert measure(forked, slo).mean_s < measure(plain, slo).mean_s
+    assert measure(forked).mean_s < measure(plain).mean_s
 
 
 @pytest.mark.slow
 def test_with_family_attention_threads_are_answered_in_shorter_steps() -> None:
+    class Grouped(SimulationSettings):
+        @property
+        def family(self) -> FamilySettings:
+            return FamilySettings(min_prefix_blocks=1)
+
     costs = replace(COSTS, attended_token_s=2e-5)
+    plain = settings_of(costs, duration_s=2.0, replicas=(1,))
     ordinary, family = (
-        run(costs=costs, duration_s=2.0, replicas=(1,), family=settings)
-        for settings in (None, FamilySettings(min_prefix_blocks=1))
+        run_case(settings, DATA, CASE, 0)[1] for settings in (plain, Grouped(**plain.model_dump()))
     )
 
     assert [each.generated_tokens for each in ordinary.outcomes] == [
         each.generated_tokens for each in family.outcomes
     ]
-    slo = Slo()
-    assert measure(family, slo).token_p50_s < measure(ordinary, slo).token_p50_s
+    assert measure(family).token_p50_s < measure(ordinary).token_p50_s
 
 
 def test_the_requests_of_a_dead_replica_continue_on_another() -> None:
-    found = run(kills=(3.0,), start_s=1.0)
+    found = run(kill=[3.0], start_delay_s=1.0)
 
     lost = [outcome for outcome in found.outcomes if outcome.retries]
     assert lost
@@ -126,7 +151,7 @@ def test_the_requests_of_a_dead_replica_continue_on_another() -> None:
 
 
 def test_streams_end_with_their_replica_if_they_may_not_continue() -> None:
-    settings = replace(SETTINGS, kills=(3.0,)).cluster(CASE)
+    settings = cluster_settings(settings_of(kill=[3.0]), CASE)
     settings = replace(settings, retries=RetryConfig(continue_streams=False))
     requests = DATA.workload(0).requests(SETTINGS.stages(CASE))
 
@@ -136,7 +161,7 @@ def test_streams_end_with_their_replica_if_they_may_not_continue() -> None:
 
 
 def test_a_replica_that_joins_takes_requests() -> None:
-    found = run(joins=(2.0,))
+    found = run(join=[2.0])
 
     joined = [each for each in found.outcomes if each.replica_id == "replica-3"]
     assert joined
@@ -152,7 +177,7 @@ def test_the_router_sends_less_to_a_slow_replica() -> None:
 
 def test_requests_beyond_the_caps_wait_and_then_are_refused() -> None:
     model = ModelConfig(max_concurrency=2, max_queued_requests=10, max_queue_s=1.0)
-    settings = replace(SETTINGS.cluster(CASE), model=model)
+    settings = replace(cluster_settings(SETTINGS, CASE), model=model)
 
     found = Cluster(settings).run(DATA.workload(0).requests([(4.0, 60.0)]))
 
@@ -165,7 +190,7 @@ def test_requests_beyond_the_caps_wait_and_then_are_refused() -> None:
 def test_the_autoscaler_follows_a_surge() -> None:
     case = Case(1, 6.0, None, "threads", "eager", target_threads=6.0)
 
-    found = run(case, autoscale=(1, 6), surge=6.0, duration_s=36.0, start_s=2.0)
+    found = run(case, autoscale=(1, 6), surge=6.0, duration_s=36.0, start_delay_s=2.0)
 
     replicas = [len(sample.threads) for sample in found.samples]
     assert replicas[0] == 1
@@ -180,9 +205,9 @@ def test_several_gateways_share_the_replicas() -> None:
 
 
 def test_conversations_and_system_prompts_hit_the_prefix_cache() -> None:
-    found = run(replace(CASE, replicas=1, rate=2.0), duration_s=50.0)
+    found = run(CASE._replace(replicas=1, rate=2.0), duration_s=50.0)
 
-    assert 0.05 < measure(found, Slo()).cached < 0.6
+    assert 0.05 < measure(found).cached < 0.6
 
 
 def test_the_workload_of_a_seed_is_the_same_whatever_serves_it() -> None:
@@ -196,8 +221,7 @@ def test_the_workload_of_a_seed_is_the_same_whatever_serves_it() -> None:
 
 
 def test_measures_of_seeds_are_combined() -> None:
-    slo = Slo(first_token_s=1.0, token_s=0.05)
-    measures = [measure(undisturbed(), slo), measure(run(seed=1), slo)]
+    measures = [measure(undisturbed()), measure(run(seed=1))]
 
     summary = summarise(measures)
 
@@ -210,7 +234,7 @@ def test_measures_of_seeds_are_combined() -> None:
 def test_the_report_says_what_is_predicted() -> None:
     from cluster.lab.simulation.runs import CaseResult
 
-    settings = replace(SETTINGS, routers=("threads", "random"), seeds=2, duration_s=2.0)
+    settings = settings_of(router=("threads", "random"), seeds=2, duration_s=2.0)
     results = [
         CaseResult(case, tuple(run_case(settings, DATA, case, seed)[0] for seed in range(2)))
         for case in settings.cases(None)

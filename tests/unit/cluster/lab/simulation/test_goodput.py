@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,31 +12,30 @@ from apar_core.step_costs.costs import StepCosts
 from cluster.lab.experiments.parts import PartStore
 from cluster.lab.simulation import goodput
 from cluster.lab.simulation.goodput import (
-    GoodputSettings,
-    Objective,
     Search,
     find_goodput,
     goodput_report,
-    parse_objective,
     rate_bound,
     search_rates,
     searches_of,
 )
-from cluster.lab.simulation.runs import NO_FORKS
+from cluster.lab.simulation.settings import NO_FORKS, GoodputSettings, Objective
 from cluster.lab.simulation.workload import RecordedData
 from cluster.lab.sizing.search import rate_place
-from tests.unit.cluster.lab.simulation.test_cluster import DATA, SETTINGS
+from tests.unit.cluster.lab.simulation.test_cluster import DATA, small_replica
 
 STRICT, LOOSE = "ttft=1s,tpot=1.5x", "ttft=2s,tpot=3x"
 FORKS_ONLY = "ttft=1s,tpot=0.8x"
 # Prompts of a thousand tokens cost little.
 COSTS = StepCosts("test GPU", "predicted", "made up", ((1, 0.01), (64, 0.02), (4096, 0.03)), 1e-7)
-BASE = replace(SETTINGS, costs=COSTS, replicas=(1,), rates=(), concurrency=64)
 POISSON = RecordedData([each for each in DATA.answers if len(each.threads) > 1], None)
 
 
-def settings_of(*slos: str, methods: tuple[str, ...] = (NO_FORKS, "eager")) -> GoodputSettings:
-    return GoodputSettings(BASE, slos, methods, requests=120)
+def settings_of(
+    *slos: str, methods: tuple[str, ...] = (NO_FORKS, "eager"), **given: Any
+) -> GoodputSettings:
+    load = {"slo": list(slos), "methods": methods, "concurrency": 64, "requests": 120}
+    return GoodputSettings(**{**small_replica(COSTS), **load, **given})
 
 
 @pytest.fixture(autouse=True)
@@ -48,27 +47,16 @@ def started(_stage: str, _total: int) -> Callable[[], None]:
     return lambda: None
 
 
-def test_limits_are_times_or_multiples_of_a_step() -> None:
-    assert parse_objective("ttft=1s, tpot=1.5x", 0.02) == Objective(
-        "ttft=1s, tpot=1.5x", {"ttft": 1.0, "tpot": 0.03}
-    )
-    assert parse_objective("e2e=300ms", 0.02).limits == {"e2e": 0.3}
+def test_limits_are_times_or_multiples_of_a_step_and_wrong_ones_are_refused() -> None:
+    step_s = settings_of().step_s
 
+    (found,) = settings_of("ttft=1s, tpot=1.5x").objectives
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("latency=1s", "'latency' is unknown"),
-        ("ttft=1s,ttft=2s", "repeated"),
-        ("ttft=fast", "'fast' is neither a time"),
-        ("tpot=-1x", "above 0"),
-        ("tpot=nanx", "above 0"),
-        ("", "no limit"),
-    ],
-)
-def test_a_wrong_slo_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(EvaluationError, match=problem):
-        parse_objective(text, 0.02)
+    assert found.limits == {"ttft": 1.0, "tpot": pytest.approx(1.5 * step_s)}
+    with pytest.raises(
+        EvaluationError, match="unknown time 'latency'; known: ttft, certain"
+    ):
+        _ = settings_of("latency=1s").objectives
 
 
 def test_the_adaptive_policy_needs_a_time_per_token() -> None:
@@ -80,15 +68,15 @@ def test_the_adaptive_policy_needs_a_time_per_token() -> None:
 
 
 def test_forks_take_three_steps_of_a_limit_on_silence() -> None:
-    assert parse_objective("tpot=3x,silence=6x", 0.01).token_s == pytest.approx(0.02)
-    assert parse_objective("tpot=3x,silence=30x", 0.01).token_s == pytest.approx(0.03)
+    assert Objective("", {"tpot": 0.03, "silence": 0.06}).token_s == pytest.approx(0.02)
+    assert Objective("", {"tpot": 0.03, "silence": 0.3}).token_s == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize("method", [NO_FORKS, "eager"])
 def test_the_highest_rate_meets_the_slo_and_no_rate_exceeds_the_bound(method: str) -> None:
     settings = settings_of(STRICT, FORKS_ONLY)
 
-    runs = search_rates(settings, POISSON, Search(method, settings.slos), capacity=60.0)
+    runs = search_rates(settings, POISSON, 60.0, Search(method, tuple(settings.slo)))
 
     for slo in settings.objectives:
         within = [run for run in runs if run.shares[slo.text] >= settings.share]
@@ -118,6 +106,16 @@ def test_forks_make_tokens_certain_sooner_although_the_first_comes_no_sooner() -
     assert runs["eager"]["certain"] < 0.9 * runs[NO_FORKS]["certain"]
 
 
+def test_a_seed_draws_other_requests_of_the_same_number_and_rate() -> None:
+    drawn = [
+        goodput.nominal_requests(settings_of(LOOSE, seed=seed), POISSON, "eager", 5.0)
+        for seed in (0, 0, 1)
+    ]
+    arrivals = [[each.arrival_s for each in requests] for requests in drawn]
+
+    assert arrivals[0] == arrivals[1] != arrivals[2]
+
+
 def test_finished_searches_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +127,7 @@ def test_finished_searches_are_not_repeated(
         "category": "list",
     }
     trace.write_text(json.dumps(line) + "\n")
-    settings = replace(settings_of(LOOSE), base=replace(BASE, traces=(trace,)), requests=50)
+    settings = settings_of(LOOSE, trace=[trace], requests=50)
 
     def find() -> list[goodput.Goodput]:
         return find_goodput(settings, PartStore(tmp_path, settings.as_text()), 1, started)
@@ -145,6 +143,6 @@ def test_finished_searches_are_not_repeated(
     assert table.rows[0][0] == LOOSE
     assert table.rows[0][1] == first[0].rate
     assert table.rows[0][-1] == first[1].bound
-    other = replace(settings, share=0.5)
+    other = settings.model_copy(update={"share": 0.5})
     with pytest.raises(EvaluationError, match="share"):
         PartStore(tmp_path, other.as_text())

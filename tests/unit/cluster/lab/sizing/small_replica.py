@@ -5,7 +5,7 @@ from __future__ import annotations
 from apar_core.step_costs.costs import StepCosts
 from cluster.lab.sizing.replica_run import Slos
 from cluster.lab.sizing.requests import Workload
-from cluster.lab.sizing.search import Conditions, Replica
+from cluster.lab.sizing.search import Replica, SearchConditions
 
 COSTS = StepCosts(
     name="small",
@@ -21,7 +21,7 @@ CONFIG = {
     "num_attention_heads": 2,
 }
 REPLICA = Replica("small", 1, COSTS, 1024, CONFIG, 256, 2048)
-CONDITIONS = Conditions(
+CONDITIONS = SearchConditions(
     Workload(forks="structured", prompt_tokens=16, answer_tokens=16),
     Slos(first_token_s=0.3, latency_s=2.0),
     max_model_len=256,

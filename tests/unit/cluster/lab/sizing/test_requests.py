@@ -81,7 +81,6 @@ def test_a_trace_is_repeated_with_other_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workload", "problem"),
     [
-        (Workload(forks="wild"), "unknown fork profile 'wild'"),
         (
             Workload(answer_tokens=3000),
             "--prompt-tokens 140 and --answer-tokens 3000 exceed the context of 2,048 tokens",

@@ -35,11 +35,11 @@ CANDIDATE = Candidate(0, 6, forked=True)
 
 @pytest.fixture(scope="module")
 def runs() -> Runner:
-    return Runner([REPLICA], CONDITIONS, None)
+    return Runner([REPLICA], CONDITIONS)
 
 
 def with_slos(runs: Runner, slos: Slos) -> Runner:
-    return Runner(runs.replicas, replace(CONDITIONS, slos=slos), None)
+    return Runner(runs.replicas, replace(CONDITIONS, slos=slos))
 
 
 @given(st.integers(-5, 45), st.integers(0, 40), st.integers(1, 9))
@@ -86,7 +86,7 @@ def test_threads_that_read_together_make_a_replica_of_forked_requests_faster(
     costs = replace(REPLICA.costs, attended_token_s=1e-3)
     ordinary = replace(REPLICA, costs=costs)
     family = replace(ordinary, family=FamilySettings(min_prefix_blocks=1))
-    runs = Runner([ordinary, family], CONDITIONS, None)
+    runs = Runner([ordinary, family], CONDITIONS)
 
     found = [
         runs.run(replace(CANDIDATE, replica=index), None, Slos(), measured=10) for index in (0, 1)
@@ -155,7 +155,7 @@ def test_a_plan_recommends_the_candidate_with_the_fewest_gpus(runs: Runner) -> N
         stages.append((stage, total))
         return lambda: None
 
-    plan = make_plan(Load(20.0, spare=2), runs, caps=(6,), started=started)  # type: ignore[arg-type]
+    plan = make_plan(Load(20.0, spare=2), runs, caps=(6,), start_stage=started)  # type: ignore[arg-type]
 
     assert stages == [("candidates", 2), ("confirmation", 1)]
     assert [choice.found.candidate for choice in plan.choices] == [

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from vllm import SamplingParams
@@ -12,11 +12,10 @@ from apar_core.engine.replay import replay_args
 from apar_core.errors import EngineError
 from apar_core.step_costs.costs import StepCosts
 from cluster.lab.virtual.core import (
-    ServedRequest,
+    CoreEvent,
     VirtualCore,
     VirtualCores,
     VirtualRequest,
-    run_open_loop,
 )
 from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from cluster.lab.virtual.executor import StepRecord
@@ -70,6 +69,32 @@ def core(cores: VirtualCores) -> VirtualCore:
     return cores.build()
 
 
+class Served(NamedTuple):
+    """A request, the time of its first token, and its end."""
+
+    request: VirtualRequest
+    first_token_s: float
+    end: CoreEvent
+
+
+def run_open_loop(core: VirtualCore, requests: Iterable[VirtualRequest]) -> list[Served]:
+    """Serve requests at their arrival times, and return them in order of completion."""
+    coming = sorted(requests, key=lambda each: each.arrival_s)
+    known = {each.request_id: each for each in coming}
+    first_token_s: dict[str, float] = {}
+    served: list[Served] = []
+    while coming or core.has_work:
+        while coming and (not core.has_work or coming[0].arrival_s <= core.now_s):
+            core.add(coming.pop(0))
+        for event in core.step():
+            name = event.request_id
+            if event.is_end:
+                served.append(Served(known[name], first_token_s[name], event))
+            else:
+                first_token_s[name] = event.time_s
+    return served
+
+
 def recorded(core: VirtualCore) -> list[StepRecord]:
     records: list[StepRecord] = []
     core.device.on_step = records.append
@@ -118,15 +143,15 @@ def _serve(llm_engine: Any, clock: Any, requests: list[VirtualRequest]) -> None:
 def test_requests_of_an_open_loop_are_served_whole_and_in_time(core: VirtualCore) -> None:
     requests = arrivals(20)
 
-    served = {each.request_id: each for each in run_open_loop(core, requests)}
+    served = {each.request.request_id: each for each in run_open_loop(core, requests)}
 
     assert len(served) == 20
     for each in requests:
-        end = served[each.request_id]
+        first_token_s, end = served[each.request_id][1:]
         tokens = [token for script in each.scripts.values() for token in script]
         assert end.generated_tokens == len(tokens)
         assert end.text_tokens == each.max_tokens - 1
-        assert each.arrival_s == end.arrival_s < end.first_token_s < end.end_s
+        assert each.arrival_s < first_token_s < end.time_s
     assert not core.has_work
     assert core.state().free_blocks == core.state().kv_blocks
 
@@ -136,21 +161,7 @@ def test_a_request_that_runs_alone_takes_one_step_a_token(core: VirtualCore) -> 
 
     assert served.first_token_s > 5.0
     # The executor is asked for a token more where it is scheduled ahead.
-    assert core.totals.steps - served.generated_tokens in (0, 1)
-
-
-def test_a_closed_loop_sends_a_request_at_the_end_of_another(core: VirtualCore) -> None:
-    left = iter(range(2, 10))
-
-    def following(end: ServedRequest) -> Iterator[VirtualRequest]:
-        if (number := next(left, None)) is not None:
-            yield request(number, arrival_s=end.end_s)
-
-    served = run_open_loop(core, [request(0), request(1)], following)
-
-    ends = {each.end_s for each in served}
-    assert len(served) == 10
-    assert sum(each.arrival_s in ends for each in served) == 8
+    assert core.totals.steps - served.end.generated_tokens in (0, 1)
 
 
 def test_two_runs_are_identical(cores: VirtualCores) -> None:
@@ -175,7 +186,7 @@ def test_shared_prompts_are_found_in_the_prefix_cache(core: VirtualCore) -> None
 
     served = run_open_loop(core, [first, second])
 
-    assert [each.cached_tokens for each in served] == [0, 64]
+    assert [each.end.cached_tokens for each in served] == [0, 64]
 
 
 @pytest.mark.parametrize("forked", [True, False])
@@ -198,22 +209,6 @@ def test_a_journal_continues_a_request_on_another_core(
     assert (known > 0) == (num_steps > 0)
     assert [event.is_end for event in events] == ([True] if known else [False, True])
     assert events[-1].generated_tokens == whole
-
-
-def test_an_aborted_request_frees_its_blocks_and_has_no_events(core: VirtualCore) -> None:
-    core.add(request(1))
-    core.add(request(2))
-    for _ in range(12):
-        core.step()
-
-    core.abort("r1")
-    events = []
-    while core.has_work:
-        events.extend(core.step())
-
-    assert {event.request_id for event in events} == {"r2"}
-    assert core.num_requests == 0
-    assert core.state().free_blocks == core.state().kv_blocks
 
 
 def test_the_state_counts_requests_and_threads(core: VirtualCore) -> None:
