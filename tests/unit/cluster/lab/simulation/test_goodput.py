@@ -53,9 +53,7 @@ def test_limits_are_times_or_multiples_of_a_step_and_wrong_ones_are_refused() ->
     (found,) = settings_of("ttft=1s, tpot=1.5x").objectives
 
     assert found.limits == {"ttft": 1.0, "tpot": pytest.approx(1.5 * step_s)}
-    with pytest.raises(
-        EvaluationError, match="unknown time 'latency'; known: ttft, certain"
-    ):
+    with pytest.raises(EvaluationError, match="unknown time 'latency'; known: ttft, certain"):
         _ = settings_of("latency=1s").objectives
 
 
