@@ -55,10 +55,11 @@ class RecordedSteps:
 
     def save(self, path: Path) -> None:
         """Write the steps to a file of numpy arrays."""
-        own = {name: getattr(self, name).astype(np.int32) for name in _ARRAYS}
-        shared = {f"{_SHARED}{name}": each.astype(np.int32) for name, each in self.shared.items()}
-        arrays: dict[str, Any] = {"block_size": self.block_size, **own, **shared}
-        np.savez_compressed(path, **arrays)
+        own: dict[str, Any] = {name: getattr(self, name).astype(np.int32) for name in _ARRAYS}
+        shared: dict[str, Any] = {
+            f"{_SHARED}{name}": each.astype(np.int32) for name, each in self.shared.items()
+        }
+        np.savez_compressed(path, block_size=self.block_size, **own, **shared)
 
     @classmethod
     def load(cls, path: Path) -> RecordedSteps:
