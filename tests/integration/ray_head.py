@@ -8,14 +8,14 @@ import time
 from typing import Any
 
 import ray._private.services as services
-from ray.scripts.scripts import main
+from ray.scripts import scripts
 
 PATIENCE_S = 600.0
 
 
 def wait_for_nodes() -> None:
     """Let Ray ask for its new node again, instead of giving up."""
-    get_node = services.get_node
+    get_node: Any = services.get_node
 
     def patient(*args: Any, **kwargs: Any) -> Any:
         deadline = time.monotonic() + PATIENCE_S
@@ -33,4 +33,5 @@ def wait_for_nodes() -> None:
 if __name__ == "__main__":
     wait_for_nodes()
     sys.argv = ["ray", "start", "--head", "--block", *sys.argv[1:]]
-    main()
+    run: Any = scripts.main
+    run()

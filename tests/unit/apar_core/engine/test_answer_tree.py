@@ -207,7 +207,8 @@ def test_a_missing_tree_is_explained() -> None:
 
     with pytest.raises(EngineError, match=r"extra_args=\{'apar_tree': True\}.*ForkScheduler"):
         answer_tree(completion)
-    for row in ({"metrics": None}, {"metrics": {}}, {}):
+    rows: list[dict[str, Any]] = [{"metrics": None}, {"metrics": {}}, {}]
+    for row in rows:
         with pytest.raises(EngineError, match="disable_log_stats"):
             row_trees(row)
 
