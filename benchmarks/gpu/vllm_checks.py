@@ -285,7 +285,7 @@ def checkpoint(setup: Setup) -> Path:
         if packed:
             shutil.copytree(packed, folder, dirs_exist_ok=True)
         else:
-            from cluster.lab.experiments.engine import write_random_model
+            from cluster.lab.experiments.random_model import write_random_model
 
             write_random_model("apar-tiny" if setup.is_tiny else setup.dimensions, folder)
     return folder

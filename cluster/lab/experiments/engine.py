@@ -5,7 +5,6 @@ KV memory, limits and fork policy are set between runs, so that all methods run 
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.models import find_model
 from apar_core.vllm_names import call_at_preemption
 from cluster.lab.experiments.methods import Policy, Workload, load_workload, marker_id
+from cluster.lab.experiments.random_model import write_random_model
 from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from deployments.config.model import model_path
 
@@ -405,32 +405,3 @@ def replaying_engine(
         kv_bytes = 2 * num_blocks * block_size * find_model(path).kv_bytes_per_token
         memory = {"num_gpu_blocks_override": num_blocks, "kv_cache_memory_bytes": kv_bytes}
     return OfflineEngine(path, logits_processors=[REPLAY], **{**memory, **arguments})
-
-
-def write_random_model(name: str, folder: Path) -> Path:
-    """Write a checkpoint folder without weights, for `load_format` "dummy", and return it.
-
-    name: a model whose dimensions are known, or a config.json. The tokenizer is the stand-in for
-    Llama's, with control tokens. Raises StepCostsError for an unknown model.
-    """
-    # Imports transformers, which takes seconds.
-    from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
-
-    config = dict(find_model(name).config)
-    text = load_text(LLAMA_TOKENIZER)
-    text.tokenizer.save_pretrained(folder)
-    llama = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False,
-    }  # fmt: skip
-    own = {
-        "vocab_size": max(int(config["vocab_size"]), text.vocabulary_size),
-        "bos_token_id": text.tokenizer.bos_token_id,
-        "eos_token_id": text.end_id,
-        # Prompts and answers of up to 2,048 tokens, and a margin.
-        "max_position_embeddings": max(int(config.get("max_position_embeddings", 0)), 4096),
-        "dtype": "bfloat16",
-    }
-    content = json.dumps({**llama, **config, **own}, indent=1)
-    (folder / "config.json").write_text(content, encoding="utf-8")
-    return folder

@@ -455,7 +455,7 @@ class MeasuredEngine(Settings):
         """Return settings with a model of random weights, written to the folder, if they ask."""
         if self.random_weights is None:
             return self
-        from cluster.lab.experiments.engine import write_random_model
+        from cluster.lab.experiments.random_model import write_random_model
 
         model = write_random_model(self.random_weights, folder / "model")
         engine = {"load_format": "dummy", **self.engine}

@@ -44,6 +44,13 @@ class Reader:
         self._silences_s: list[float] = []
         self.times = ReaderTimes()
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether the reader saw the text at the same times."""
+        return isinstance(other, Reader) and (self.times, self._silences_s) == (
+            other.times,
+            other._silences_s,
+        )
+
     def _add_thread(self, thread: str, key: str) -> None:
         # A fork may be refused, and then has no text.
         script = self._scripts.get(key, ())

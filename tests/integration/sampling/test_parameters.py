@@ -312,7 +312,6 @@ def test_one_thread_at_a_time_writes_what_it_writes_beside_others(engine: Engine
     ("argument", "value"),
     [
         ("apar_enabled", "yes"),
-        ("apar_enabled", None),
         ("apar_max_threads", 0),
         ("apar_max_threads", -3),
         ("apar_max_threads", 2.5),

@@ -209,6 +209,7 @@ def test_loading_the_plugin_imports_only_itself() -> None:
         "apar_core.engine.plugin",
         "apar_core.engine.start_stages",
         "apar_core.errors",
+        "apar_core.vllm_log",
         "apar_core.vllm_names",
     }
 

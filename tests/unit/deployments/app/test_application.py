@@ -118,7 +118,7 @@ def test_every_model_has_its_own_replicas_in_the_gateways_order() -> None:
 
 
 VICUNA = PRESETS["apar-7b"].engine["chat_template"]
-PACED = {"apar": {"output_interval_s": 0.05}}
+PACED = {"apar": {"metrics": False, "output_interval_s": 0.05}}
 """The default of `coalesce_s`, where the engine core reads it."""
 
 
@@ -193,7 +193,7 @@ def test_fork_limits_are_merged_into_additional_config() -> None:
 
     assert engine_arguments(model, on_gpu=True)["additional_config"] == {
         "other": {"key": 1},
-        "apar": {"max_threads": 3, "output_interval_s": 0.05},
+        "apar": {"max_threads": 3, "metrics": False, "output_interval_s": 0.05},
     }
 
 
@@ -222,7 +222,9 @@ def test_an_engine_knows_the_tokens_with_which_a_tool_call_begins(
 
 
 def test_tokens_that_are_sent_at_once_leave_the_engine_core_at_once() -> None:
-    assert "additional_config" not in engine_arguments(ModelConfig(coalesce_s=0), on_gpu=True)
+    arguments = engine_arguments(ModelConfig(coalesce_s=0), on_gpu=True)
+
+    assert arguments["additional_config"] == {"apar": {"metrics": False}}
 
 
 def test_an_engine_replays_only_if_its_model_is_configured_to() -> None:
