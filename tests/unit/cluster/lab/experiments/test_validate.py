@@ -15,7 +15,8 @@ from apar_core.step_costs.models import find_model
 from apar_core.step_costs.predict import step_costs
 from cluster.lab.experiments import validate as validation
 from cluster.lab.experiments.calibrate import StepTimer, fit_samples
-from cluster.lab.experiments.engine import ExperimentEngine, hidden_ids, write_random_model
+from cluster.lab.experiments.engine import ExperimentEngine, hidden_ids
+from cluster.lab.experiments.random_model import write_random_model
 from cluster.lab.experiments.settings import ValidationSettings
 from cluster.lab.experiments.validate import (
     RunPoint,
