@@ -91,8 +91,9 @@ PARTS: st.SearchStrategy[Any] = (
         COUNTS,
         st.booleans(),
         COUNTS,
+        COUNTS,
     )
-    | st.builds(Piece, BYTES, JOURNALS, COUNTS, COUNTS)
+    | st.builds(Piece, BYTES, JOURNALS, COUNTS, COUNTS, COUNTS)
     | st.builds(
         ResponseEnd, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.none() | TEXTS, FLOATS, FLOATS
     )
