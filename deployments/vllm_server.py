@@ -65,14 +65,14 @@ class AparField:
             exchange.close()
 
     def _name(self, scope: Scope, pattern: str) -> str:
-        """Return the id by which the engine will know a request, which is its client's if it can.
+        """Return the id by which the engine will know a request, which begins as its client's.
 
-        Two requests at once may have the same id.
+        What follows no other client can guess: two requests at once may have the same id, or one
+        that looks like a part of the other's.
         """
         given = [value for name, value in scope["headers"] if name == _ID_HEADER]
-        base = given[-1].decode("latin-1") if given else uuid.uuid4().hex[:16]
-        if pattern.format(base) in self._inside:
-            base = f"{base}-r{uuid.uuid4().hex[:8]}"
+        own = uuid.uuid4().hex[:16]
+        base = f"{given[-1].decode('latin-1')}-{own}" if given else own
         others = [header for header in scope["headers"] if header[0] != _ID_HEADER]
         scope["headers"] = [*others, (_ID_HEADER, base.encode("latin-1"))]
         return pattern.format(base)
@@ -167,8 +167,7 @@ class _Exchange:
         """Prepare for the answer, once the body is known to be right."""
         if self._route.form is ResponseForm.RESPONSES:
             # vLLM reads this id from the body only, and numbers its requests to the engine.
-            named = body.setdefault("request_id", self._engine_id.rpartition("_")[0])
-            self._engine_id = f"{named}_0"
+            body["request_id"] = self._engine_id.rpartition("_")[0]
         # Of an earlier request with this id, whose client did not ask for them.
         self._take_statistics(self._engine_id)
         tags = None if options.stream is None else StreamTags(self._engine_id)

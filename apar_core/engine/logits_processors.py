@@ -81,7 +81,8 @@ class ForkBans(RowProcessor[_BanRow]):
 
     Tokens that the engine forces are never sampled (APAR, section 2.2, for the child token). A fork
     token right after a control token would open a paragraph without text. A thread that may not
-    fork, or is within a tool call, samples no fork token.
+    fork, or is within a tool call, samples no fork token. Only the first thread calls tools: its
+    text is what follows a call in reading order.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -89,6 +90,7 @@ class ForkBans(RowProcessor[_BanRow]):
         self._is_pin_memory = is_pin_memory
         # Indices of rows that never fork, and rows that may, until the batch changes.
         self._unforked: torch.Tensor | None = None
+        self._children: torch.Tensor | None = None
         self._forking: dict[int, _BanRow] = {}
 
     def new_row(
@@ -111,6 +113,8 @@ class ForkBans(RowProcessor[_BanRow]):
         self._forking = {i: row for i, row in self.rows.items() if row.parameters.may_fork}
         unforked = [index for index in self.rows if index not in self._forking]
         self._unforked = self._on_device(unforked) if unforked else None
+        children = [index for index, row in self.rows.items() if row.parameters.thread_path]
+        self._children = self._on_device(children) if children else None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Set banned logits [num_rows, vocabulary] to minus infinity, in place.
@@ -123,6 +127,9 @@ class ForkBans(RowProcessor[_BanRow]):
         parameters = next(iter(self.rows.values())).parameters
         for banned_id in parameters.banned_ids:
             logits[:, banned_id].fill_(-torch.inf)
+        if self._children is not None:
+            for call_id in parameters.call_ids:
+                logits[:, call_id].index_fill_(0, self._children, -torch.inf)
         fork_logits = logits[:, parameters.fork_id]
         if self._unforked is not None:
             fork_logits.index_fill_(0, self._unforked, -torch.inf)

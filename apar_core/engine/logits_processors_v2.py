@@ -40,9 +40,11 @@ class ForkBans(V2LogitsProcessor):
         self._kinds = torch.zeros(
             req_states.max_num_reqs, dtype=torch.int64, device=req_states.device
         )
-        # Slots whose threads have begun a tool call.
+        self._prompt_len = req_states.prompt_len
+        # Slots whose threads have begun a tool call, and slots of children.
         self._call = torch.zeros_like(self._kinds, dtype=torch.bool)
-        self._staged: dict[int, int] = {}
+        self._child = torch.zeros_like(self._call)
+        self._staged: dict[int, tuple[int, bool]] = {}
         # All requests belong to one checkpoint, so they share their control tokens.
         self._parameters: ForkParameters | None = None
 
@@ -50,17 +52,20 @@ class ForkBans(V2LogitsProcessor):
         """Set what the request in a slot may sample; return whether anything is banned."""
         parameters = ForkParameters.from_extra_args(sampling_params.extra_args)
         if parameters is None or parameters.blocks is not None:
-            self._staged[req_idx] = _FREE
+            self._staged[req_idx] = _FREE, False
             return False
         self._parameters = parameters
-        self._staged[req_idx] = _FORKING if parameters.may_fork else _UNFORKED
+        kind = _FORKING if parameters.may_fork else _UNFORKED
+        self._staged[req_idx] = kind, bool(parameters.thread_path)
         return True
 
     def apply_staged_writes(self) -> None:
         """Copy the new requests' bans to the device, in one transfer."""
         if self._staged:
-            written = _on_device([[*self._staged], [*self._staged.values()]], self._kinds.device)
+            kinds, children = zip(*self._staged.values(), strict=True)
+            written = _on_device([[*self._staged], [*kinds], [*children]], self._kinds.device)
             self._kinds[written[0]] = written[1]
+            self._child[written[0]] = written[2].bool()
             self._call[written[0]] = False
             self._staged.clear()
 
@@ -82,9 +87,11 @@ class ForkBans(V2LogitsProcessor):
         bans_fork = (kinds == _UNFORKED) | ((kinds == _FORKING) & follows_control)
         if self._parameters.call_ids:
             # Engines that speculate have no such tokens, so each slot has one row.
-            calls = self._call[slots]
+            calls, is_child = self._call[slots], self._child[slots]
+            generated = ctx.pos >= self._prompt_len.gpu[slots]
             for call_id in self._parameters.call_ids:
-                calls = calls | (ctx.input_ids == call_id)
+                calls = calls | (generated & (ctx.input_ids == call_id))
+                logits[:, call_id].masked_fill_(is_child, -torch.inf)
             self._call[slots] = calls
             bans_fork = bans_fork | calls
         for banned_id in banned_ids:

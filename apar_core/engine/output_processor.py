@@ -405,7 +405,8 @@ class ForkOutputProcessor(OutputProcessor):
         if threads is None:
             return
         statistics = self.records.add(req_state.external_req_id, threads, req_state.prompt_len)
-        if self._metrics is not None:
+        # Each step of a beam search has requests of its own.
+        if self._metrics is not None and beam_search_of(req_state.external_req_id) is None:
             self._metrics.finished(statistics, req_state.prompt_len)
         if threads.follower is not None:
             threads.follower.end(statistics)

@@ -269,6 +269,8 @@ def _behind(parent_arrival_time: float) -> float:
 def end_forks(thread: Request) -> None:
     """Let a thread fork no more, also if it is preempted and sent to the workers again."""
     if thread.sampling_params is not None:
+        # The choices of one request may share these.
+        thread.sampling_params = copy(thread.sampling_params)
         _set_parameters(thread.sampling_params, enabled=False)
 
 

@@ -477,6 +477,8 @@ class ModelConfig(BaseModel):
         if self.forks.tool_call_starts is not None:
             return self.forks.tool_call_starts
         engine = self.preset.engine | self.engine
+        if engine.get("speculative_config") or self.prompt_chain is not None:
+            return ()
         return CALL_STARTS.get(engine.get("tool_call_parser", ""), ())
 
     @property

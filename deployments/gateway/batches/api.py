@@ -61,12 +61,12 @@ _MAX_PAGE = {FILES_PATH: 10_000, BATCHES_PATH: 100}
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 _LINES_AT_ONCE = 64
 _ALLOWED = {
-    (FILES_PATH, ""): ("GET", "POST"),
-    (FILES_PATH, "id"): ("GET", "DELETE"),
-    (FILES_PATH, "content"): ("GET",),
-    (BATCHES_PATH, ""): ("GET", "POST"),
-    (BATCHES_PATH, "id"): ("GET",),
-    (BATCHES_PATH, "cancel"): ("POST",),
+    (FILES_PATH, False, ""): ("GET", "POST"),
+    (FILES_PATH, True, ""): ("GET", "DELETE"),
+    (FILES_PATH, True, "content"): ("GET",),
+    (BATCHES_PATH, False, ""): ("GET", "POST"),
+    (BATCHES_PATH, True, ""): ("GET",),
+    (BATCHES_PATH, True, "cancel"): ("POST",),
 }
 
 
@@ -106,9 +106,8 @@ class BatchApi:
     def check_route(method: str, path: str) -> None:
         """Raise UnknownRouteError or WrongMethodError."""
         collection, record_id, action = _parts_of(path)
-        kind = action or ("id" if record_id else "")
-        allowed = _ALLOWED.get((collection, kind))
-        if allowed is None or (action and not record_id):
+        allowed = _ALLOWED.get((collection, bool(record_id), action))
+        if allowed is None or path.endswith("/"):
             raise UnknownRouteError(f"Unknown route: {method} {path}")
         if method not in allowed:
             raise WrongMethodError(method, path, allowed)

@@ -12,6 +12,8 @@ from deployments.gateway.batches.records import InputProblem, Result
 from deployments.gateway.batches.store import BatchStore
 from deployments.gateway.body import parse_fields
 
+_MAX_SHOWN_CHARS = 500
+_LINE_SEPARATORS = "\x85\u2028\u2029"
 MAX_CUSTOM_ID_CHARS = 512
 _ENVELOPE_BYTES = 4096
 MAX_PROBLEMS = 20
@@ -132,7 +134,14 @@ class LineChecker:
             self.problems.append(InputProblem(code="empty_file", message=message))
 
     def _refuse(self, number: int, code: str, message: str, param: str | None = None) -> None:
-        self.problems.append(InputProblem(code=code, message=message, line=number, param=param))
+        self.problems.append(
+            InputProblem(
+                code=code,
+                message=_shown(message),
+                line=number,
+                param=None if param is None else _shown(param),
+            )
+        )
 
     def _check(self, line: Line) -> None:
         if line.text is None:
@@ -181,6 +190,11 @@ class LineChecker:
             raise _LineError("duplicate_custom_id", message, "custom_id")
 
 
+def _shown(text: str) -> str:
+    """Return text of a client as it may be stored: valid Unicode, and not too long."""
+    return text[:_MAX_SHOWN_CHARS].encode("utf-8", "replace").decode()
+
+
 class _LineError(Exception):
     """A line is invalid."""
 
@@ -206,10 +220,18 @@ def answered_result(batch_id: str, line: int, custom_id: str, status: int, body:
         + b', "response": '
         + json.dumps(response)[:-1].encode()
         + b', "body": '
-        + body.replace(b"\n", b" ")
+        + _in_one_line(body)
         + b'}, "error": null}\n'
     )
     return Result(line, status >= HTTPStatus.BAD_REQUEST, record)
+
+
+def _in_one_line(body: bytes) -> bytes:
+    """Return JSON without characters at which programs split a text into lines."""
+    body = body.replace(b"\n", b" ")
+    for separator in _LINE_SEPARATORS:
+        body = body.replace(separator.encode(), f"\\u{ord(separator):04x}".encode())
+    return body
 
 
 def unanswered_result(batch_id: str, line: int, custom_id: str, code: str, message: str) -> Result:

@@ -172,7 +172,7 @@ async def test_a_request_that_vllm_does_not_admit_is_not_read() -> None:
     assert server.num_read == 0
 
 
-async def test_a_clients_id_is_kept_unless_it_is_in_use() -> None:
+async def test_no_client_can_name_the_request_of_another() -> None:
     server = Server()
     server.waits = asyncio.Event()
 
@@ -181,10 +181,14 @@ async def test_a_clients_id_is_kept_unless_it_is_in_use() -> None:
         await asyncio.sleep(0)
     server.waits.set()
     answers = [await each for each in both]
-    await server.ask(body_of(), request_id="mine")
+    await server.ask(body_of(), request_id="mine-7")
 
-    assert server.ids[0] == server.ids[2] == "mine"
-    assert server.ids[1].startswith("mine-r")
+    assert [given[: -len("0123456789abcdef")] for given in server.ids] == [
+        "mine-",
+        "mine-",
+        "mine-7-",
+    ]
+    assert len(set(server.ids)) == 3
     assert [json.loads(answer)["apar"] for _, answer in answers] == [{"threads": 3}] * 2
 
 

@@ -72,6 +72,8 @@ def banned(processor: LogitsProcessor, num_rows: int = 1) -> list[set[int]]:
         (forking(call_ids=[8]), [9], [10, 8], {CHILD, FORK}),
         (forking(call_ids=[8]), [9], [8, 10, 11], {CHILD, FORK}),
         (forking(call_ids=[8]), [8, 9], [10], {CHILD}),
+        # Children call no tools.
+        (forking(call_ids=[8], thread_path=[0]), [9, FORK, CHILD], [10], {CHILD, 8}),
     ],
 )
 def test_control_tokens_are_banned_where_they_cannot_stand(

@@ -204,6 +204,17 @@ def test_a_thread_that_has_begun_a_tool_call_forks_no_more() -> None:
     assert runner.banned(["b", "c"]) == [{CHILD}, {CHILD}]
 
 
+def test_a_tool_call_in_the_prompt_ends_no_forks_and_children_call_no_tools() -> None:
+    runner = Runner()
+    runner.add("a", Thread(forking(call_ids=[8]), [9, 8, 10, 11]))
+    runner.add("b", Thread(forking(call_ids=[8], thread_path=[0]), [9, FORK, CHILD], [10]))
+    runner.states.prompt_len.copy_to_uva()
+    # A chunk of the prompt ends with the token.
+    runner.banned(["a"], computed=2)
+
+    assert runner.banned(["a", "b"]) == [{CHILD}, {CHILD, 8}]
+
+
 def test_drafted_tokens_are_checked_too() -> None:
     runner = Runner()
     runner.add("a", Thread(forking(), [9], [10]))

@@ -58,7 +58,7 @@ async def test_a_mark_at_the_beginning_and_ends_of_lines_as_on_windows_are_left_
 
 def check_model(name: object) -> None:
     if name != "m":
-        raise RequestError("no such model", param="model")
+        raise RequestError(f"no such model: {name}", param="model")
 
 
 def checker(max_lines: int = 10) -> LineChecker:
@@ -109,6 +109,15 @@ def test_a_problem_names_line_and_field(line: Any, code: str, param: str | None)
     assert (problem.code, problem.line, problem.param) == (code, 2, param)
 
 
+def test_what_a_problem_quotes_can_be_stored_and_is_short() -> None:
+    [first, second] = checked(
+        {**line_of("1"), "x\ud800": 1}, line_of("2", body={"model": "m" * 10_000})
+    ).problems
+
+    assert json.loads(first.model_dump_json())["param"] == "x?"
+    assert len(second.message) <= 500
+
+
 def test_an_empty_file_and_one_with_too_many_lines_are_refused() -> None:
     [empty] = checked().problems
     [long] = checked(*(line_of(str(number)) for number in range(5)), max_lines=3).problems
@@ -148,11 +157,15 @@ def test_a_request_and_its_result_keep_what_the_line_says(custom_id: str, body: 
     assert checked(text).problems == []
     request = request_of(text)
 
-    indented = json.dumps({"echo": body}, indent=1).encode()
+    # As engines write it: not in ASCII.
+    try:
+        indented = json.dumps({"echo": body}, indent=1, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        indented = json.dumps({"echo": body}, indent=1).encode()
     result = answered_result("batch_1", 7, request.custom_id, 200, indented)
 
     assert json.loads(request.body) == body
-    assert result.record.count(b"\n") == 1
+    assert len(result.record.decode().splitlines()) == 1
     assert json.loads(result.record) == {
         "id": "batch_req_1-7",
         "custom_id": custom_id,
