@@ -223,6 +223,15 @@ class BatchRunner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def share(self) -> int:
+        """Lines that one batch may have in queues and at replicas.
+
+        There is always a share left: the lines of a slow key would keep others out for long.
+        """
+        answering = sum(run.is_answering for run in self._runs.values())
+        return max(1, self.room.max_lines // (answering + 1))
+
     def has_other(self, batch: Batch) -> bool:
         """Return whether the lines of another batch of the same key run here."""
         return any(
@@ -479,7 +488,7 @@ class BatchRun:
     async def _answer_lines(self) -> None:
         async with asyncio.TaskGroup() as group:
             async for line in self._unanswered():
-                while self._num_lines >= self._max_lines:
+                while self._num_lines >= min(self._max_lines, self._runner.share):
                     self._line_ended.clear()
                     await self._line_ended.wait()
                 await asyncio.sleep(max(0.0, self._resume_s - time.monotonic()))
