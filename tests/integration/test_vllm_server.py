@@ -40,7 +40,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(log: Path) -> Iterator[str]:
     arguments = ["--scheduler-cls", SCHEDULER_CLS, "--middleware", MIDDLEWARE]
     arguments += ["--structured-outputs-config", STRUCTURED_OUTPUTS]
-    with vllm_server(log, *arguments) as address:
+    # Commands that were tested in this process before have set it for themselves.
+    with vllm_server(log, *arguments, VLLM_LOGGING_LEVEL="INFO") as address:
         yield address
 
 
