@@ -44,8 +44,6 @@ class AparField:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        # Ids by which the engine knows the requests inside.
-        self._inside: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -56,12 +54,10 @@ class AparField:
             await self._app(scope, receive, send)
             return
         engine_id = self._name(scope, route.engine_id)
-        self._inside.add(engine_id)
         exchange = _Exchange(engine, route, engine_id, receive, send)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
-            self._inside.discard(engine_id)
             exchange.close()
 
     def _name(self, scope: Scope, pattern: str) -> str:

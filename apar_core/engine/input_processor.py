@@ -359,11 +359,13 @@ class ForkInputProcessor(InputProcessor):
         params.extra_args = {**extra_args, REPLAY_ARG: replay_text(scripts)}
 
     def _call_ids(self, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the tokens with which a tool call begins; empty if its text could fork.
+        """Return the tokens with which a tool call begins; empty if tools prevent forks.
 
-        Whether a thread is within a call depends on its earlier tokens, which the bans do not know
-        in an engine that speculates.
+        In an engine that speculates, the bans do not know a thread's earlier tokens, and so not
+        whether it is within a call.
         """
+        if self.vllm_config.speculative_config is not None:
+            return ()
         starts = self._settings.tool_call_starts
         for start in starts:
             if start not in vocabulary:
@@ -373,8 +375,6 @@ class ForkInputProcessor(InputProcessor):
                     start,
                 )
                 return ()
-        if self.vllm_config.speculative_config is not None:
-            return ()
         return tuple(vocabulary[start] for start in starts)
 
     def _end_ids(self) -> tuple[int, ...]:
