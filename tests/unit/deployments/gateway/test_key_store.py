@@ -24,8 +24,8 @@ from deployments.gateway.key_store import (
     Used,
 )
 from deployments.wire.errors import StoreError
+from tests.fakes.reopened import reopened
 from tests.fakes.tools import needs
-from tests.unit.deployments.gateway.test_shared_rates import redis
 
 Open = Callable[[], KeyStore]
 
@@ -33,23 +33,12 @@ Open = Callable[[], KeyStore]
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=needs("redis-server"))])
 async def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
     """Open the same store again and again, as several gateways do."""
-    opened: list[KeyStore] = []
-    port = free_port()
 
-    def open_store() -> KeyStore:
-        if request.param == "sqlite":
-            opened.append(SqliteStore(tmp_path / "folder" / "keys.db"))
-        else:
-            opened.append(RedisStore(f"redis://127.0.0.1:{port}"))
-        return opened[-1]
+    def open_at(place: Path | str) -> KeyStore:
+        return SqliteStore(place) if isinstance(place, Path) else RedisStore(place)
 
-    if request.param == "sqlite":
+    async with reopened(request.param, tmp_path, open_at) as open_store:
         yield open_store
-    else:
-        with redis(port):
-            yield open_store
-    for store in opened:
-        await store.close()
 
 
 def stored(name: str, key_id: str = "1") -> StoredKey:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local_ray import free_port
 from deployments.gateway.batches.store import BatchStore, RedisBatches, SqliteBatches
+from tests.fakes.reopened import reopened
 from tests.fakes.tools import needs
-from tests.unit.deployments.gateway.test_shared_rates import redis
 
 Open = Callable[[], BatchStore]
 
@@ -16,23 +15,12 @@ Open = Callable[[], BatchStore]
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=needs("redis-server"))])
 async def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
     """Open the same store again and again, as several gateways do."""
-    opened: list[BatchStore] = []
-    port = free_port()
 
-    def open_store() -> BatchStore:
-        if request.param == "sqlite":
-            opened.append(SqliteBatches(tmp_path / "folder" / "keys.db"))
-        else:
-            opened.append(RedisBatches(f"redis://127.0.0.1:{port}"))
-        return opened[-1]
+    def open_at(place: Path | str) -> BatchStore:
+        return SqliteBatches(place) if isinstance(place, Path) else RedisBatches(place)
 
-    if request.param == "sqlite":
+    async with reopened(request.param, tmp_path, open_at) as open_store:
         yield open_store
-    else:
-        with redis(port):
-            yield open_store
-    for store in opened:
-        await store.close()
 
 
 @pytest.fixture(autouse=True)
