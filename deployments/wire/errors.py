@@ -201,6 +201,21 @@ class MisdirectedError(RequestError):
         )
 
 
+class OriginError(RequestError):
+    """A web page of another origin sent a request for which browsers do not ask the server."""
+
+    status = 403
+    code = "origin_not_allowed"
+    reason = "forbidden"
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(
+            f"Pages of {origin!r} may not send such requests; to allow them, add the origin to "
+            "`cors.origins` in the configuration.",
+            param="origin",
+        )
+
+
 class PromptTooLongError(RequestError):
     """The prompt has more characters than allowed."""
 

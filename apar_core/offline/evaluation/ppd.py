@@ -172,6 +172,10 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
         )
     if settings.data is not None and (is_tiny or not settings.train_steps):
         raise EvaluationError("--data is for --train-steps with another model than apar-tiny")
+    for name in ("recipe", "many", "seeds"):
+        default = PpdSettings.model_fields[name].default
+        if not settings.train_steps and getattr(settings, name) != default:
+            raise EvaluationError(f"--{name} is for the variants that --train-steps trains")
     if settings.draft_model is not None and settings.temperature > 0:
         raise EvaluationError("--draft-model is for greedy decoding: omit it or --temperature")
     questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]

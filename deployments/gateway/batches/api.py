@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
@@ -42,6 +43,7 @@ from deployments.wire.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     ConflictError,
+    RateLimitError,
     UnknownRouteError,
     WrongMethodError,
 )
@@ -51,6 +53,8 @@ FILES_PATH = "/v1/files"
 BATCHES_PATH = "/v1/batches"
 MAX_FIELDS_BYTES = 2**16
 """Limit on the body of a request that creates a batch."""
+MAX_UPLOADS = 8
+"""Uploads of one key that a gateway receives at once: each may fill a temporary file."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 _MAX_NAME_CHARS = 256
 _MAX_FIELDS = 16
@@ -89,6 +93,19 @@ class TooManyBatchesError(RequestError):
     code = "too_many_batches"
 
 
+class TooManyUploadsError(RateLimitError):
+    """So many files of the key are being uploaded to this gateway."""
+
+    code = "too_many_uploads"
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"{MAX_UPLOADS} files of this key are being uploaded; wait for one of them.",
+            kind="uploads",
+            retry_after_s=1.0,
+        )
+
+
 def is_batch_path(path: str) -> bool:
     """Return whether a path belongs to the Batch API."""
     return any(path == each or path.startswith(f"{each}/") for each in (FILES_PATH, BATCHES_PATH))
@@ -101,6 +118,7 @@ class BatchApi:
         self._store = store
         self._runner = runner
         self.config = config
+        self._num_uploads = Counter[str]()
 
     @staticmethod
     def check_route(method: str, path: str) -> None:
@@ -160,6 +178,17 @@ class BatchApi:
         return found
 
     async def _upload(self, scope: Scope, receive: Receive, owner: str) -> dict[str, Any]:
+        if self._num_uploads[owner] >= MAX_UPLOADS:
+            raise TooManyUploadsError
+        self._num_uploads[owner] += 1
+        try:
+            return await self._store_upload(scope, receive, owner)
+        finally:
+            self._num_uploads[owner] -= 1
+            # Without counts of keys that may never come back.
+            self._num_uploads += Counter()
+
+    async def _store_upload(self, scope: Scope, receive: Receive, owner: str) -> dict[str, Any]:
         config = self.config
         async with _Upload(scope, receive, config).received() as form:
             upload = form.file
@@ -276,6 +305,13 @@ class BatchApi:
                 f"{INPUT}",
                 param="input_file_id",
             )
+        stored = await self._store.stored(owner)
+        max_files = self.config.max_files
+        if stored.num_files >= max_files:
+            raise StorageLimitError(
+                f"This key has {stored.num_files} files, the limit is {max_files} "
+                "(`batches.max_files`). Delete files that you no longer need."
+            )
         now_s = _now()
         batch = Batch(
             id=new_id("batch_"),
@@ -287,7 +323,7 @@ class BatchApi:
             created_at=now_s,
             expires_at=now_s + WINDOW_S,
         )
-        if not await self._store.create(batch, self.config.max_open_batches):
+        if not await self._store.create(batch, self.config.max_open_batches, max_files):
             raise TooManyBatchesError(
                 f"{self.config.max_open_batches} batches of this key have not ended, the limit "
                 "`batches.max_open_batches`; wait for one of them or cancel it."

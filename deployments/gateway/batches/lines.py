@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from apar_core.errors import RequestError
 from deployments.gateway.batches.records import InputProblem, Result
-from deployments.gateway.batches.store import BatchStore
 from deployments.gateway.body import parse_fields
 
 _MAX_SHOWN_CHARS = 500
@@ -30,15 +30,21 @@ class Line:
     text: bytes | None
 
 
-async def lines_of(store: BatchStore, file_id: str, max_bytes: int) -> AsyncIterator[Line]:
+class InputMissingError(Exception):
+    """The input file of a batch does not exist."""
+
+
+async def lines_of(
+    chunk_of: Callable[[str, int], Awaitable[bytes | None]], file_id: str, max_bytes: int
+) -> AsyncIterator[Line]:
     """Yield the lines of a file, holding one chunk and one line of at most `max_bytes`.
 
-    Raises LookupError if the file does not exist.
+    `chunk_of` reads a chunk of a file, as `BatchStore.chunk` does. Raises InputMissingError.
     """
     chunk_number = number = 0
     rest = b""
     is_too_long = False
-    while (chunk := await store.chunk(file_id, chunk_number)) is not None:
+    while (chunk := await chunk_of(file_id, chunk_number)) is not None:
         pieces = chunk.split(b"\n")
         pieces[0] = rest + pieces[0]
         rest = pieces.pop()
@@ -51,7 +57,7 @@ async def lines_of(store: BatchStore, file_id: str, max_bytes: int) -> AsyncIter
             rest, is_too_long = b"", True
         chunk_number += 1
     if not chunk_number:
-        raise LookupError(f"the file {file_id} does not exist")
+        raise InputMissingError(f"the file {file_id} does not exist")
     if line := _line(number + 1, rest, max_bytes, is_too_long=is_too_long):
         yield line
 
@@ -79,9 +85,17 @@ class LineRequest:
 
 
 def request_of(text: bytes) -> LineRequest:
-    """Return the request of a line that `LineChecker` has accepted."""
+    """Return the request of a line that `LineChecker` has accepted.
+
+    Spaces and escapes would make the body longer than the limit that the line was compared with.
+    """
     fields = json.loads(text.decode("utf-8", "surrogatepass"))
-    return LineRequest(fields["custom_id"], json.dumps(fields["body"]).encode())
+    body = partial(json.dumps, fields["body"], separators=(",", ":"))
+    try:
+        return LineRequest(fields["custom_id"], body(ensure_ascii=False).encode())
+    except UnicodeEncodeError:
+        # A lone surrogate, which the line escapes.
+        return LineRequest(fields["custom_id"], body().encode())
 
 
 class LineChecker:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from deployments.config.batches import BatchesConfig
 from deployments.gateway.batches.lines import (
+    InputMissingError,
     Line,
     LineChecker,
     answered_result,
@@ -413,7 +414,7 @@ class BatchRun:
                 return
             if self._stop in _REFUSALS and self.batch.status is Status.IN_PROGRESS:
                 await self._refuse_rest(_REFUSALS[self._stop])
-        except LookupError as error:
+        except InputMissingError as error:
             problem = InputProblem(code="input_file_missing", message=str(error))
             await self._change(lambda batch: batch.refused([problem], _now()))
         if self.batch.is_open:
@@ -446,7 +447,7 @@ class BatchRun:
 
         group: list[Line] = []
         num_bytes = 0
-        async for line in lines_of(self._store, self.batch.input_file_id, max_bytes):
+        async for line in self._lines(max_bytes):
             group.append(line)
             num_bytes += len(line.text or b"")
             if num_bytes > _CHECKED_BYTES or len(group) >= _GROUP:
@@ -481,9 +482,10 @@ class BatchRun:
             stopped.cancel()
             await asyncio.gather(lines, stopped, return_exceptions=True)
             self.is_answering = False
+        # First: an error must not lose the answers of other lines.
+        await self._write_all()
         if not lines.cancelled():
             _raise_first(lines)
-        await self._write_all()
 
     async def _answer_lines(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -508,12 +510,22 @@ class BatchRun:
         max_bytes = max_line_bytes(self._runner.server.max_body_bytes)
         answered: set[int] = set()
         known = 0
-        async for line in lines_of(self._store, self.batch.input_file_id, max_bytes):
+        async for line in self._lines(max_bytes):
             if line.number > known:
                 first, known = line.number, line.number + _GROUP - 1
-                answered = await self._store.answered(self.batch.id, first, known)
+                answered = await _patiently(
+                    partial(self._store.answered, self.batch.id, first, known)
+                )
             if line.number not in answered:
                 yield line
+
+    def _lines(self, max_bytes: int) -> AsyncIterator[Line]:
+        """Yield all lines of the input. Raises InputMissingError."""
+
+        async def chunk(file_id: str, number: int) -> bytes | None:
+            return await _patiently(lambda: self._store.chunk(file_id, number))
+
+        return lines_of(chunk, self.batch.input_file_id, max_bytes)
 
     async def _answer(self, line: Line, entry: Entry) -> None:
         """Answer a line, again and again while the server has no room for it.
@@ -527,7 +539,7 @@ class BatchRun:
         request = await asyncio.to_thread(request_of, line.text)
         num_losses = 0
         while True:
-            caller = await server.caller_named(batch.owner)
+            caller = await _patiently(lambda: server.caller_named(batch.owner))
             if caller is None:
                 self.stop(Stop.KEY_GONE)
                 return

@@ -23,6 +23,7 @@ CHUNK_BYTES = 2**19
 _ANSWER_S = 10.0
 _UPLOAD_S = 3_600
 _DELETED_CHUNKS = 32
+_DELETED_RESULTS = 128
 _REDIS = "apar/batches/"
 _ALL = "*"  # No key has this name.
 
@@ -77,8 +78,12 @@ class BatchStore(Protocol):
     async def stored(self, owner: str) -> Stored:
         """Return what is stored for a key."""
 
-    async def create(self, batch: Batch, max_open: int) -> bool:
-        """Add a batch; return false if so many batches of the key are open."""
+    async def create(self, batch: Batch, max_open: int, max_ended: int) -> bool:
+        """Add a batch; return false if so many batches of the key are open.
+
+        Deletes some of the key's oldest batches that have ended and keep no results, if the key has
+        more than `max_ended` batches.
+        """
 
     async def batch(self, batch_id: str) -> tuple[Batch, Counts] | None:
         """Return a batch and the counts of its lines."""
@@ -209,21 +214,37 @@ class SqliteBatches(SqliteFile):
 
         def hide(connection: sqlite3.Connection) -> None:
             connection.execute("UPDATE files SET is_complete = 0 WHERE id = ?", (file.id,))
-            if file.batch_id is not None:
-                _delete_results(connection, file.batch_id, file.has_errors)
-
-        def delete_some(connection: sqlite3.Connection) -> bool:
-            deleted = connection.execute(
-                "DELETE FROM file_chunks WHERE rowid IN "
-                "(SELECT rowid FROM file_chunks WHERE file = ? LIMIT ?)",
-                (file.id, _DELETED_CHUNKS),
-            )
-            if deleted.rowcount:
-                return True
-            connection.execute("DELETE FROM files WHERE id = ?", (file.id,))
-            return False
 
         await self._run(hide, writes=True)
+        await self._delete_rows("file_chunks", "file = ?", (file.id,), _DELETED_CHUNKS)
+        if file.batch_id is not None:
+            await self._delete_results(file.batch_id, has_errors=file.has_errors)
+        await self._run(
+            lambda connection: connection.execute("DELETE FROM files WHERE id = ?", (file.id,)),
+            writes=True,
+        )
+
+    async def _delete_results(self, batch_id: str, *, has_errors: bool) -> None:
+        where = "batch = ? AND is_error = ?"
+        await self._delete_rows("batch_results", where, (batch_id, has_errors), _DELETED_RESULTS)
+        size = _counters(has_errors)[1]
+        await self._run(
+            lambda connection: connection.execute(
+                f"UPDATE batch_jobs SET {size} = 0 WHERE id = ?", (batch_id,)
+            ),
+            writes=True,
+        )
+
+    async def _delete_rows(self, table: str, where: str, values: Sequence[Any], limit: int) -> None:
+        """Delete rows in several transactions, between which others can write."""
+
+        def delete_some(connection: sqlite3.Connection) -> int:
+            return connection.execute(
+                f"DELETE FROM {table} WHERE rowid IN "
+                f"(SELECT rowid FROM {table} WHERE {where} LIMIT ?)",
+                (*values, limit),
+            ).rowcount
+
         while await self._run(delete_some, writes=True):
             pass
 
@@ -231,7 +252,7 @@ class SqliteBatches(SqliteFile):
         """Return what is stored for a key."""
         return await self._run(lambda connection: _stored_sqlite(connection, owner))
 
-    async def create(self, batch: Batch, max_open: int) -> bool:
+    async def create(self, batch: Batch, max_open: int, max_ended: int) -> bool:
         """Add a batch."""
 
         def write(connection: sqlite3.Connection) -> bool:
@@ -243,6 +264,12 @@ class SqliteBatches(SqliteFile):
             connection.execute(
                 "INSERT INTO batch_jobs (id, owner, record, is_open) VALUES (?, ?, ?, 1)",
                 (batch.id, batch.owner, batch.model_dump_json()),
+            )
+            connection.execute(
+                "DELETE FROM batch_jobs WHERE owner = ?1 AND NOT is_open "
+                "AND output_bytes + error_bytes = 0 AND id IN (SELECT id FROM batch_jobs "
+                "WHERE owner = ?1 ORDER BY id DESC LIMIT -1 OFFSET ?2)",
+                (batch.owner, max_ended),
             )
             return True
 
@@ -389,17 +416,13 @@ class SqliteBatches(SqliteFile):
             found = [StoredFile.model_validate_json(row[0]) for row in rows]
             return [file for file in found if file.id not in used]
 
-        def forget(connection: sqlite3.Connection) -> None:
-            ended = "(SELECT id FROM batch_jobs WHERE NOT is_open AND ended_at <= ?)"
-            long_ago = (now_s - keep_s,)
-            connection.execute(f"DELETE FROM batch_results WHERE batch IN {ended}", long_ago)
-            connection.execute(
-                "DELETE FROM batch_jobs WHERE NOT is_open AND ended_at <= ?", long_ago
-            )
-
         for file in await self._run(read):
             await self.delete_file(file)
-        await self._run(forget, writes=True)
+        ended = "NOT is_open AND ended_at <= ?"
+        results = f"batch IN (SELECT id FROM batch_jobs WHERE {ended})"
+        long_ago = (now_s - keep_s,)
+        await self._delete_rows("batch_results", results, long_ago, _DELETED_RESULTS)
+        await self._delete_rows("batch_jobs", ended, long_ago, _DELETED_RESULTS)
 
 
 _TABLES = (
@@ -460,15 +483,6 @@ def _stored_sqlite(connection: sqlite3.Connection, owner: str) -> Stored:
         (owner,),
     ).fetchone()
     return Stored(int(num_files), int(key_files + key_results), int(all_files + all_results))
-
-
-def _delete_results(connection: sqlite3.Connection, batch_id: str, is_error: bool) -> None:
-    connection.execute(
-        "DELETE FROM batch_results WHERE batch = ? AND is_error = ?", (batch_id, is_error)
-    )
-    connection.execute(
-        f"UPDATE batch_jobs SET {_counters(is_error)[1]} = 0 WHERE id = ?", (batch_id,)
-    )
 
 
 def _check_lease(connection: sqlite3.Connection, batch_id: str, holder: str | None) -> None:
@@ -546,6 +560,20 @@ class RedisBatches(RedisServer):
         redis.call('ZADD', ARGV[1] .. 'batches/' .. ARGV[2], 0, ARGV[3])
         redis.call('SADD', ARGV[1] .. 'open/' .. ARGV[2], ARGV[3])
         redis.call('ZADD', ARGV[1] .. 'open', 0, ARGV[3])
+        local batches = ARGV[1] .. 'batches/' .. ARGV[2]
+        local ids = {}
+        local num = math.min(redis.call('ZCARD', batches) - ARGV[6], 1000)
+        if num > 0 then ids = redis.call('ZRANGE', batches, 0, num - 1) end
+        for i = 1, #ids do
+            local counts = ARGV[1] .. 'counts/' .. ids[i]
+            if not redis.call('ZSCORE', ARGV[1] .. 'open', ids[i])
+                and tonumber(redis.call('HGET', counts, 'output_bytes') or 0) == 0
+                and tonumber(redis.call('HGET', counts, 'error_bytes') or 0) == 0 then
+                redis.call('DEL', counts, ARGV[1] .. 'batch/' .. ids[i])
+                redis.call('ZREM', ARGV[1] .. 'ended', ids[i])
+                redis.call('ZREM', batches, ids[i])
+            end
+        end
         return 1
     """
     _CLAIM = """
@@ -697,10 +725,11 @@ class RedisBatches(RedisServer):
         stored: Stored = await self._run(read)
         return stored
 
-    async def create(self, batch: Batch, max_open: int) -> bool:
+    async def create(self, batch: Batch, max_open: int, max_ended: int) -> bool:
         """Add a batch."""
+        record = batch.model_dump_json()
         return bool(
-            await self._call(self._CREATE, batch.owner, batch.id, batch.model_dump_json(), max_open)
+            await self._call(self._CREATE, batch.owner, batch.id, record, max_open, max_ended)
         )
 
     async def batch(self, batch_id: str) -> tuple[Batch, Counts] | None:

@@ -67,6 +67,30 @@ async def test_without_origins_nothing_changes_and_settings_apply_at_once() -> N
 
 
 @pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": PAGE}, 200),
+        ({"origin": "http://gateway"}, 200),
+        ({"origin": "vscode-webview://abc"}, 200),
+        ({"origin": "https://evil.example.org"}, 403),
+        ({"origin": "http://gateway:81"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+    ids=str,
+)
+async def test_forms_of_other_pages_are_refused(headers: dict[str, str], status: int) -> None:
+    app = Cors(gateway_of(answering()), CorsConfig(origins=(PAGE,)))
+    typed = {"content-type": "text/plain; charset=utf-8"}
+
+    answer = await client_of(app).post(CHAT, content=b"{}", headers=typed | headers)
+
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "origin_not_allowed"
+
+
+@pytest.mark.parametrize(
     "origins",
     [
         ["chat.example.org"],

@@ -152,11 +152,20 @@ def test_the_command_writes_its_report_and_continues(
     assert {"methods", "trees", "live-rows", "sizes", "chain-in-vllm", "memory"} <= tables
 
 
-def test_another_model_needs_its_own_weights(tmp_path: Path) -> None:
-    code, output = apar_command.run("evaluate", "ppd", "--model", "x/y", "--out", tmp_path / "o")
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--model", "x/y", "x/y needs --prompt-tokens"),
+        ("--seeds", "3", "--seeds is for the variants that --train-steps trains"),
+    ],
+)
+def test_unusable_options_are_refused(
+    tmp_path: Path, option: str, value: str, message: str
+) -> None:
+    code, output = apar_command.run("evaluate", "ppd", option, value, "--out", tmp_path / "o")
 
     assert code == 1
-    assert "x/y needs --prompt-tokens" in output
+    assert message in output
 
 
 def test_texts_are_compared_if_they_must_be_equal() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jsonschema import Draft202012Validator
 
 from deployments.config.batches import BatchesConfig
 from deployments.config.key_store import KeyStoreConfig
+from deployments.gateway.batches.api import MAX_UPLOADS
 from deployments.gateway.batches.store import SqliteBatches
 from deployments.gateway.gateway import Gateway
 from deployments.wire.own_routes import OWN_OPERATIONS
@@ -110,6 +112,38 @@ async def test_openais_client_uploads_runs_and_reads_a_batch(make: Make) -> None
     assert deleted.deleted
     with pytest.raises(openai.NotFoundError):
         await client.files.retrieve(file.id)
+
+
+async def test_a_key_uploads_few_files_at_once_and_keeps_a_limited_number(make: Make) -> None:
+    http = client_of(make(batches=BatchesConfig(max_files=2)))
+    boundary = "x" * 20
+    headers = bearer("alice") | {"content-type": f"multipart/form-data; boundary={boundary}"}
+    may_end = asyncio.Event()
+    part = "--{}\r\ncontent-disposition: form-data; name={}\r\n\r\n{}\r\n"
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield part.format(boundary, "purpose", "batch").encode()
+        await may_end.wait()
+        yield part.format(boundary, "file; filename=a", "{}").encode()
+        yield f"--{boundary}--\r\n".encode()
+
+    uploads = [
+        asyncio.create_task(http.post("/v1/files", content=slow(), headers=headers))
+        for _ in range(MAX_UPLOADS + 1)
+    ]
+    [refused], _ = await asyncio.wait(uploads, return_when=asyncio.FIRST_COMPLETED)
+    may_end.set()
+    answers = await asyncio.gather(*uploads)
+    [file_id, _] = [each.json()["id"] for each in answers if each.status_code == 200]
+    fields = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    batch = await http.post("/v1/batches", json=fields, headers=bearer("alice"))
+
+    assert refused.result().status_code == 429
+    assert refused.result().json()["error"]["code"] == "too_many_uploads"
+    assert int(refused.result().headers["retry-after"]) >= 1
+    codes = Counter(each.json().get("error", {}).get("code") for each in answers)
+    assert codes == {None: 2, "too_many_uploads": 1, "storage_limit_exceeded": MAX_UPLOADS - 2}
+    assert (batch.status_code, batch.json()["error"]["code"]) == (413, "storage_limit_exceeded")
 
 
 async def test_lines_are_charged_to_the_key_as_other_requests_are(make: Make) -> None:

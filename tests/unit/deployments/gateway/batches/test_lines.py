@@ -30,8 +30,8 @@ class Chunks:
 
 
 async def read(data: bytes, size: int, max_bytes: int = 1000) -> list[Line]:
-    store: Any = Chunks(data, size)
-    return [line async for line in lines_of(store, "file-1", max_bytes)]
+    chunks = Chunks(data, size)
+    return [line async for line in lines_of(chunks.chunk, "file-1", max_bytes)]
 
 
 @given(
@@ -173,6 +173,14 @@ def test_a_request_and_its_result_keep_what_the_line_says(custom_id: str, body: 
         "error": None,
     }
     assert not result.is_error
+
+
+@pytest.mark.parametrize("content", ["汉字" * 1000, list(range(1000))], ids=["text", "tokens"])
+def test_a_request_is_not_longer_than_its_line(content: Any) -> None:
+    line = line_of("1", body={"model": "m", "prompt": content})
+    text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode()
+
+    assert len(request_of(text).body) < len(text)
 
 
 def test_errors_and_lines_that_were_not_run_are_told_apart() -> None:

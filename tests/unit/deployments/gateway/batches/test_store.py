@@ -70,7 +70,7 @@ async def test_a_file_over_a_limit_leaves_nothing(open_again: Open, limits: Limi
 async def test_two_gateways_never_hold_a_batch_together(open_again: Open) -> None:
     first, second = open_again(), open_again()
     batch = batch_of()
-    assert await first.create(batch, 5)
+    assert await first.create(batch, 5, 99)
     assert await second.open_batches() == [batch]
 
     claims = await asyncio.gather(
@@ -90,7 +90,7 @@ async def test_two_gateways_never_hold_a_batch_together(open_again: Open) -> Non
 async def test_a_line_is_answered_once_and_only_under_the_lease(open_again: Open) -> None:
     first, second = open_again(), open_again()
     batch = batch_of()
-    await first.create(batch, 5)
+    await first.create(batch, 5, 99)
     await first.claim(batch.id, "f", LEASE_S)
     await first.add_results(batch, "f", [Result(3, False, b"three\n"), Result(1, True, b"bad\n")])
     await first.release(batch.id, "f")
@@ -112,7 +112,7 @@ async def test_a_line_is_answered_once_and_only_under_the_lease(open_again: Open
 async def test_changes_of_a_batch_follow_each_other(open_again: Open) -> None:
     first, second = open_again(), open_again()
     batch = batch_of()
-    await first.create(batch, 5)
+    await first.create(batch, 5, 99)
     await first.claim(batch.id, "f", LEASE_S)
 
     def one_more(batch: Batch) -> Batch:
@@ -143,15 +143,40 @@ async def test_a_key_has_a_limit_on_open_batches_and_lists_its_own(open_again: O
     batches = []
     for _ in range(2):
         batches.append(batch_of())
-        assert await store.create(batches[-1], 2)
+        assert await store.create(batches[-1], 2, 99)
         await asyncio.sleep(0.002)
 
-    assert not await store.create(batch_of(), 2)
-    assert await store.create(batch_of(owner="b"), 2)
+    assert not await store.create(batch_of(), 2, 99)
+    assert await store.create(batch_of(owner="b"), 2, 99)
     assert [batch for batch, _ in await store.batches("a", Page())] == batches[::-1]
     assert [batch for batch, _ in await store.batches("a", Page(batches[1].id))] == batches[:1]
     await store.change(batches[0].id, lambda batch: batch.refused([], 1))
-    assert await store.create(batch_of(), 2)
+    assert await store.create(batch_of(), 2, 99)
+
+
+async def test_of_many_batches_the_oldest_without_results_are_forgotten(open_again: Open) -> None:
+    store = open_again()
+    batches = []
+    for _ in range(3):
+        batches.append(batch_of())
+        await store.create(batches[-1], 9, 9)
+        await asyncio.sleep(0.002)
+    answered, failed, running = batches
+    await store.claim(answered.id, "f", LEASE_S)
+    await store.add_results(answered, "f", [Result(1, False, b"x\n")])
+    await store.change(answered.id, lambda batch: batch.ended(1, "file-1", None, expired=False))
+    await store.change(failed.id, lambda batch: batch.refused([], 1))
+    other = batch_of(owner="b")
+    await store.create(other, 9, 0)
+    await store.change(other.id, lambda batch: batch.refused([], 1))
+
+    last = batch_of()
+    await store.create(last, 9, 2)
+
+    kept = {batch.id for batch, _ in await store.batches("a", Page())}
+    assert kept == {answered.id, running.id, last.id}
+    assert await store.batch(failed.id) is None
+    assert await store.batch(other.id) is not None
 
 
 async def test_what_has_expired_is_deleted_but_not_the_input_of_an_open_batch(
@@ -166,8 +191,8 @@ async def test_what_has_expired_is_deleted_but_not_the_input_of_an_open_batch(
     await store.begin_file(given_up, ROOMY)
     await store.append(given_up.id, 0, b"x")
     batch, old = batch_of(used.id), batch_of(kept.id)
-    await store.create(batch, 5)
-    await store.create(old, 5)
+    await store.create(batch, 5, 99)
+    await store.create(old, 5, 99)
     await store.claim(old.id, "f", LEASE_S)
     await store.add_results(old, "f", [Result(1, False, b"x\n")])
     output = file_of(batch_id=old.id, num_bytes=2, purpose="batch_output", expires_at=now_s - 1)
@@ -192,7 +217,7 @@ async def test_what_has_expired_is_deleted_but_not_the_input_of_an_open_batch(
 async def test_deleting_the_results_of_a_batch_frees_their_room(open_again: Open) -> None:
     store = open_again()
     batch = batch_of()
-    await store.create(batch, 5)
+    await store.create(batch, 5, 99)
     await store.claim(batch.id, "f", LEASE_S)
     await store.add_results(batch, "f", [Result(1, False, b"good\n"), Result(2, True, b"bad\n")])
     errors = file_of(batch_id=batch.id, num_bytes=4, purpose="batch_output", has_errors=True)
