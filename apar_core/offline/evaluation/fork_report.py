@@ -36,12 +36,11 @@ from apar_core.offline.evaluation.forks import (
     Method,
     SpeedRun,
 )
-from apar_core.offline.evaluation.layout import columns, figure
+from apar_core.offline.evaluation.layout import INTERVAL, columns, figure
 from apar_core.offline.evaluation.speed_run import machine_name
 from apar_core.reporting import RUN_COLOURS, Cell, Report, ReportTable
 
 _ALL = "Mean of all"
-_INTERVAL = "95% interval"
 _TITLES: dict[Method, str] = {
     FORKED: "forked",
     SEQUENTIAL: "the same text, one thread",
@@ -104,7 +103,7 @@ def _summary_table(measures: dict[str, _Measure]) -> ReportTable:
         found = each.found
         value = None if found is None else f"{found.value:{each.form}}"
         rows.append((each.title, value, None if found is None else found.interval(each.form)))
-    header = f"measure | value | {_INTERVAL}"
+    header = f"measure | value | {INTERVAL}"
     note = "Dashes: nothing to count."
     return ReportTable("summary", "Summary", columns(header), tuple(rows), note)
 
@@ -169,7 +168,7 @@ def _category_table(answers: Sequence[ForkAnswer]) -> ReportTable:
     return ReportTable(
         "categories",
         "Forks by category of the question",
-        columns(f"category | answers :d | forked :.1% | {_INTERVAL} | threads :.2f"),
+        columns(f"category | answers :d | forked :.1% | {INTERVAL} | threads :.2f"),
         tuple(rows),
     )
 
@@ -204,8 +203,7 @@ def _rule_tables(
             "rules-by-answer",
             "Forked answers, by what the rules make of their text",
             columns(
-                "kind by the rules | rules fork | answers :d | forked :d | share :.1% | "
-                f"{_INTERVAL}"
+                f"kind by the rules | rules fork | answers :d | forked :d | share :.1% | {INTERVAL}"
             ),
             tuple(
                 (
@@ -220,7 +218,7 @@ def _rule_tables(
             "Places of forks, compared with the rules in the same text",
             columns(
                 "kind by the rules | forks :d | places of the rules :d | both :d | "
-                f"precision :.1% | {_INTERVAL} | recall :.1% | {_INTERVAL}"
+                f"precision :.1% | {INTERVAL} | recall :.1% | {INTERVAL}"
             ),
             tuple(
                 (
@@ -260,7 +258,7 @@ def _forced_table(forced: Sequence[ForcedCounts], measures: dict[str, _Measure])
         "First choices within recorded answers, which are read with the forks of the rules",
         columns(
             f"kind | answers :d | places of the rules :d | fork is first :d | share :.1% | "
-            f"{_INTERVAL} | other tokens :d | fork is first there :d | misplaced control tokens :d"
+            f"{INTERVAL} | other tokens :d | fork is first there :d | misplaced control tokens :d"
         ),
         tuple(rows),
         "Misplaced: a control token that the engine bans there is first.",
@@ -286,7 +284,7 @@ def _equality_table(results: ForkResults, measures: dict[str, _Measure]) -> Repo
     return ReportTable(
         "equality",
         "Answers without forks, compared with the base model's",
-        columns(f"answers :d | equal :.1% | {_INTERVAL} | equal from the start :.1%"),
+        columns(f"answers :d | equal :.1% | {INTERVAL} | equal from the start :.1%"),
         ((len(pairs), *_share_cells(equal), begun),),
         note,
     )
@@ -331,7 +329,7 @@ def _loss_table(results: ForkResults, measures: dict[str, _Measure]) -> list[Rep
         ReportTable(
             "log-loss",
             f"Log-loss per token under {results.settings.base_name}",
-            columns(f" | nats :.3f | {_INTERVAL}"),
+            columns(f" | nats :.3f | {INTERVAL}"),
             tuple((name, each.value, each.interval(".3f")) for name, each in found.items()),
             f"Of {len(values)} questions whose answer forks. Intervals are bootstrapped over "
             "questions, with both answers to a question together.",
@@ -370,7 +368,7 @@ def _speed_table(runs: Sequence[SpeedRun], measures: dict[str, _Measure]) -> Rep
         "speed",
         "Speed of answers that fork, replayed in the engine",
         columns(
-            f"requests :d | way | tokens/s :.1f | {_INTERVAL} | forked / this :.2f | {_INTERVAL} | "
+            f"requests :d | way | tokens/s :.1f | {INTERVAL} | forked / this :.2f | {INTERVAL} | "
             "latency s :.2f | peak KV tokens :,.0f | attended/answer :,.0f"
         ),
         tuple(rows),

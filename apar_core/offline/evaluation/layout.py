@@ -10,6 +10,9 @@ from matplotlib.figure import Figure
 
 from apar_core.reporting import PLOT_SETTINGS, Column
 
+INTERVAL = "95% interval"
+"""Title of the column with the interval of the figure before it."""
+
 Panel = tuple[str, str, str, Callable[[Axes], None]]
 """Title, label of each axis, and the function that draws the panel."""
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
 from apar_core.errors import EvaluationError
+from apar_core.intervals import of_sums
 from apar_core.json_lines import append_line, read_finished_lines, read_lines
 from apar_core.offline.data.records import ChatMessage
 from apar_core.offline.evaluation.answer_files import AnswerLine
@@ -23,7 +24,7 @@ from apar_core.offline.evaluation.chat_endpoint import (
     RequestFailedError,
     run_all,
 )
-from apar_core.offline.evaluation.layout import columns
+from apar_core.offline.evaluation.layout import INTERVAL, columns
 from apar_core.offline.evaluation.paper_figures import MEAN, SCORED_MODELS, SCORES, category_label
 from apar_core.offline.evaluation.prompt_sets import Question, find_benchmark_file
 from apar_core.reporting import (
@@ -261,6 +262,7 @@ async def run_quality(plan: QualityPlan, progress: ShowProgress) -> QualityResul
         tables=[
             score_table(plan.prompts, models, judgments),
             turn_table(models, judgments),
+            *([difference_table(models, judgments)] if len(models) > 1 else []),
             cost_table(models, judgments, plan.prices),
         ],
         figures={},
@@ -444,15 +446,58 @@ def turn_table(models: Sequence[str], judgments: Sequence[Judgment]) -> ReportTa
         own = [judgment for judgment in judgments if judgment.model == model]
         by_turn = [mean_rating([line for line in own if line.turn == turn]) for turn in turns]
         unrated = sum(judgment.rating is None for judgment in own)
-        rows.append((model, *by_turn, mean_rating(own), len(own), unrated))
+        sums_NK = _rating_sums(judgments, (model,))
+        mean = (
+            of_sums(sums_NK, lambda sums: sums[..., 0] / sums[..., -1], seed=0) if sums_NK else None
+        )
+        interval = None if mean is None else mean.interval(".2f")
+        rows.append((model, *by_turn, mean_rating(own), interval, len(own), unrated))
     by_turn_header = "".join(f"Turn {turn} :.2f | " for turn in turns)
     return ReportTable(
         "turns",
         "Ratings by turn",
-        columns(f"Model | {by_turn_header}Mean :.2f | Judgments :d | No rating :d"),
+        columns(f"Model | {by_turn_header}Mean :.2f | {INTERVAL} | Judgments :d | No rating :d"),
         tuple(rows),
-        "Means exclude judgments without a rating.",
+        "Means exclude judgments without a rating. Intervals are bootstrapped over questions.",
     )
+
+
+def difference_table(models: Sequence[str], judgments: Sequence[Judgment]) -> ReportTable:
+    """Return the difference of each other model's mean rating to that of the first one."""
+    rows: list[tuple[Cell, ...]] = []
+    for model in models[1:]:
+        if sums_NK := _rating_sums(judgments, (model, models[0])):
+            found = of_sums(
+                sums_NK, lambda sums: (sums[..., 0] - sums[..., 1]) / sums[..., -1], seed=0
+            )
+            rows.append((model, len(sums_NK), found.value, found.interval("+.2f")))
+    return ReportTable(
+        "differences",
+        f"Mean ratings compared with {models[0]}",
+        columns(f"Model | Questions :d | Difference :+.2f | {INTERVAL}"),
+        tuple(rows),
+        "Of the questions that both models have a rating for. Intervals are bootstrapped over "
+        "questions, with the ratings of both models for a question together.",
+    )
+
+
+def _rating_sums(judgments: Sequence[Judgment], models: Sequence[str]) -> list[list[float]]:
+    """Return sums for each question over the turns that all models have a rating for.
+
+    For a question: the ratings of each model, and the number of turns.
+    """
+    ratings: dict[str, dict[int, dict[str, float]]] = {}
+    for line in judgments:
+        if line.rating is not None:
+            turns = ratings.setdefault(line.question_id, {})
+            turns.setdefault(line.turn, {})[line.model] = line.rating
+    sums_NK: list[list[float]] = []
+    for turns in ratings.values():
+        rated = [each for each in turns.values() if each.keys() >= set(models)]
+        if rated:
+            by_model = [sum(each[model] for each in rated) for model in models]
+            sums_NK.append([*by_model, len(rated)])
+    return sums_NK
 
 
 def cost_table(

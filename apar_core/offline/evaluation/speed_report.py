@@ -11,7 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from apar_core.offline.evaluation.layout import columns
+from apar_core.intervals import Floats, of_sums
+from apar_core.offline.evaluation.layout import INTERVAL, columns
 from apar_core.offline.evaluation.measurement import (
     AnswerMeasurement,
     CategoryAverages,
@@ -48,10 +49,8 @@ _GROUP_WIDTH = 0.8
 _MAX_AXIS_CHARACTERS = 90
 _NUM_LENGTH_BINS = 18
 
-_SAVING_HEADER = (
-    "APAR :.1f | Flattened :.1f | Saved :.1% | Paper APAR :.1f | Paper flattened :.1f | "
-    "Paper saved :.1%"
-)
+_OWN_HEADER = "APAR :.1f | Flattened :.1f | Saved :.1%"
+_PAPER_HEADER = "Paper APAR :.1f | Paper flattened :.1f | Paper saved :.1%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +100,13 @@ class SavingKind:
     """Quantity that forking saves compared with the flattened answer.
 
     `name` is that of a field of `CategoryAverages`, and `sequential_...` of its counterpart.
+    `per` are the fields of an answer over which both are averaged; by default, over answers.
     """
 
     name: str
     title: str
     paper: PaperTables
+    per: tuple[str, str] | None = None
 
     def cells(self, row: CategoryAverages | None) -> tuple[float, float, float] | tuple[None, ...]:
         """Return the averages with forks and flattened, and the share saved, 0 of nothing."""
@@ -115,9 +116,28 @@ class SavingKind:
         flattened = getattr(row, f"sequential_{self.name}")
         return apar, flattened, 1 - apar / flattened if flattened else 0.0
 
+    def interval(self, answers: Sequence[AnswerMeasurement]) -> str | None:
+        """Return the 95 % interval of the share saved, bootstrapped over answers."""
+        if not answers:
+            return None
+        names = (self.name, f"sequential_{self.name}")
+        sums_NK = [
+            [getattr(each, name) for name in names]
+            + [getattr(each, name) if name else 1 for name in self.per or ("", "")]
+            for each in answers
+        ]
+
+        def saved(sums: Floats) -> Floats:
+            apar, flattened = sums[..., 0] / sums[..., 2], sums[..., 1] / sums[..., 3]
+            return 1 - apar / flattened
+
+        return of_sums(sums_NK, saved, seed=0).interval(".1%")
+
 
 CACHED = SavingKind("max_cached_tokens", "Max cached tokens", CACHED_TOKENS)
-ATTENDED = SavingKind("attended_tokens", "Attended tokens", ATTENDED_TOKENS)
+ATTENDED = SavingKind(
+    "attended_tokens", "Attended tokens", ATTENDED_TOKENS, ("predicted_tokens", "sequential_steps")
+)
 
 
 def category_rows(answers: Sequence[AnswerMeasurement]) -> list[tuple[str, CategoryAverages]]:
@@ -127,31 +147,35 @@ def category_rows(answers: Sequence[AnswerMeasurement]) -> list[tuple[str, Categ
     return [*rows, (MEAN, averages(answers))]
 
 
-def accelerated_average(
-    answers: Sequence[AnswerMeasurement], kind: SavingKind
-) -> CategoryAverages | None:
-    """Return the averages without categories that save at most 1 %: row Mean(>1%)."""
+def accelerated(answers: Sequence[AnswerMeasurement], kind: SavingKind) -> list[AnswerMeasurement]:
+    """Return the answers of the categories that save more than 1 %: those of row Mean(>1%)."""
     kept: list[AnswerMeasurement] = []
     for group in by_category(answers).values():
         saved = kind.cells(averages(group))[2]
         if saved is not None and saved > _MIN_SAVING:
             kept += group
-    return averages(kept) if kept else None
+    return kept
+
+
+def _average(answers: Sequence[AnswerMeasurement]) -> CategoryAverages | None:
+    return averages(answers) if answers else None
 
 
 def summary_table(runs: Sequence[SpeedRun], kind: SavingKind, number: int) -> ReportTable:
     """Return table 1 or 2: Mean(>1%) of each run."""
     rows: list[tuple[Cell, ...]] = []
     for run in runs:
-        cells = kind.cells(accelerated_average(run.answers, kind))
+        kept = accelerated(run.answers, kind)
+        cells = (*kind.cells(_average(kept)), kind.interval(kept))
         paper = _paper_cells(kind.paper.get(run.paper_key, {}), MEAN_ACCELERATED)
         rows.append((run.benchmark, run.label, *cells, *paper))
     return ReportTable(
         f"table{number}_{kind.name}",
         f"Table {number}: average {kind.title.lower()}",
-        columns(f"Benchmark | Model | {_SAVING_HEADER}"),
+        columns(f"Benchmark | Model | {_OWN_HEADER} | {INTERVAL} | {_PAPER_HEADER}"),
         tuple(rows),
-        "Means over the categories that save more than 1 %. Paper: the model of the same size.",
+        "Means over the categories that save more than 1 %. The interval is bootstrapped over "
+        "answers. Paper: the model of the same size.",
     )
 
 
@@ -159,11 +183,11 @@ def saving_table(run: SpeedRun, kind: SavingKind) -> ReportTable:
     """Return one of tables 9 to 16: APAR and flattened by category."""
     paper = kind.paper.get(run.paper_key, {})
     named: list[tuple[str, CategoryAverages | None]] = [*category_rows(run.answers)]
-    named.append((MEAN_ACCELERATED, accelerated_average(run.answers, kind)))
+    named.append((MEAN_ACCELERATED, _average(accelerated(run.answers, kind))))
     return ReportTable(
         f"{kind.name}_{run.file_key}",
         f"{kind.title}: {run.title}",
-        columns(f"Task | Answers :d | {_SAVING_HEADER}"),
+        columns(f"Task | Answers :d | {_OWN_HEADER} | {_PAPER_HEADER}"),
         tuple(
             (name, row.num_answers if row else None, *kind.cells(row), *_paper_cells(paper, name))
             for name, row in named
@@ -198,24 +222,53 @@ def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
 def steps_table(run: SpeedRun) -> ReportTable:
     """Return steps, lengths and speed by category: the numbers of figures 4 and 6."""
     baseline = dict(category_rows(run.baseline)) if run.baseline else {}
+    intervals = {
+        MEAN: _speedup_interval(run.answers, run.baseline),
+        **{
+            category_label(category): _speedup_interval(group, run.baseline)
+            for category, group in by_category(run.answers).items()
+        },
+    }
     rows = []
     for name, row in category_rows(run.answers):
         slow = baseline[name].tokens_per_s if name in baseline else None
         speedup = row.tokens_per_s / slow if row.tokens_per_s is not None and slow else None
         rows.append(
             (name, row.num_answers, row.text_tokens, row.steps, row.fewer_steps,
-             row.tokens_per_s, slow, speedup)
+             row.tokens_per_s, slow, speedup, intervals[name])
         )  # fmt: skip
     return ReportTable(
         f"speed_{run.file_key}",
         f"Generation speed: {run.title}",
         columns(
             "Task | Answers :d | Text tokens :.1f | Steps :.1f | Fewer steps :.2f | "
-            "Tokens/s :.1f | Baseline tokens/s :.1f | Speed-up :.2f"
+            f"Tokens/s :.1f | Baseline tokens/s :.1f | Speed-up :.2f | Speed-up {INTERVAL}"
         ),
         tuple(rows),
-        "Fewer steps: steps of a single thread / steps taken. Speeds exclude the prefill.",
+        "Fewer steps: steps of a single thread / steps taken. Speeds exclude the prefill. "
+        "Intervals are bootstrapped over questions, with both answers to a question together.",
     )
+
+
+def _speedup_interval(
+    answers: Sequence[AnswerMeasurement], baseline: Sequence[AnswerMeasurement]
+) -> str | None:
+    """Return the 95 % interval of the speed-up over the questions that both have answered."""
+    slow = {(each.question_id, each.turn): each for each in baseline}
+    pairs = [
+        (fast, slow[key]) for fast in answers if (key := (fast.question_id, fast.turn)) in slow
+    ]
+    sums_NK = [
+        [float(value or 0) for each in pair for value in (each.timed_tokens, each.decode_s)]
+        for pair in pairs
+    ]
+    if not sums_NK or not np.all(np.asarray(sums_NK) > 0):
+        return None
+
+    def speedup(sums: Floats) -> Floats:
+        return sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3])
+
+    return of_sums(sums_NK, speedup, seed=0).interval(".2f")
 
 
 def all_tables(runs: Sequence[SpeedRun]) -> list[ReportTable]:

@@ -12,11 +12,14 @@ from apar_core.errors import EvaluationError
 from apar_core.offline.evaluation.chat_endpoint import EndpointSettings
 from apar_core.offline.evaluation.prompt_sets import Question
 from apar_core.offline.evaluation.quality import (
+    Judgment,
     JudgmentRequest,
     QualityPlan,
     QualityResult,
     TokenPrices,
+    difference_table,
     run_quality,
+    turn_table,
 )
 from tests.fakes.judge_server import Reply, Script, judge_server
 from tests.fakes.progress import NoProgress
@@ -68,7 +71,7 @@ async def test_ratings_are_averaged_by_category_and_by_turn(tmp_path: Path) -> N
     assert (scores["Writing"][0], scores["Math"][0], scores["Mean"][0]) == (8, 3, 5.5)
     # The next columns are the paper's O-7B and A-7B.
     assert scores["Math"][1:3] == [2.7, 2.0]
-    assert rows(result, "turns")["m"] == [5.5, 5.5, 5.5, 4, 0]
+    assert rows(result, "turns")["m"] == [5.5, 5.5, 5.5, None, 4, 0]
     assert rows(result, "cost")["All"] == [4, 400, 40, pytest.approx(0.008)]
     assert num_requests == 4
     assert result.failures == []
@@ -81,6 +84,41 @@ async def test_a_second_run_sends_no_requests(tmp_path: Path) -> None:
 
     assert num_requests == 0
     assert rows(again, "turns") == rows(first, "turns")
+
+
+def test_models_are_compared_over_the_questions_that_both_have_a_rating_for() -> None:
+    def judgment(number: int, turn: int, model: str, rating: float | None) -> Judgment:
+        return Judgment(
+            question_id=str(number),
+            turn=turn,
+            model=model,
+            judge="judge",
+            category="math",
+            prompt="single",
+            rating=rating,
+            text="",
+            requests=1,
+            prompt_tokens=1,
+            completion_tokens=1,
+        )
+
+    # The questions differ by far more than the models, of which one is always half a point better.
+    judgments = [
+        judgment(number, turn, model, number + bonus)
+        for number in range(1, 9)
+        for turn in (1, 2)
+        for model, bonus in (("first", 0.0), ("better", 0.5))
+    ]
+    judgments.append(judgment(9, 1, "first", 1.0))
+    judgments += [judgment(10, 1, "better", 10.0), judgment(10, 1, "first", None)]
+
+    [difference] = difference_table(["first", "better"], judgments).rows
+    _, row = turn_table(["first", "better"], judgments).rows
+
+    assert difference == ("better", 8, pytest.approx(0.5), "+0.50 to +0.50")
+    low, high = map(float, str(row[4]).split(" to "))
+    assert low < float(str(row[3])) < high
+    assert high - low > 1
 
 
 async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
@@ -96,7 +134,7 @@ async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
     assert len(broken_result.failures) == 2
     assert "HTTP 503" in broken_result.failures[0]
     assert num_requests == 2
-    assert rows(result, "turns")["m"][2:] == [5.0, 4, 0]
+    assert rows(result, "turns")["m"][2:] == [5.0, None, 4, 0]
     assert len(judgments.read_text().splitlines()) == 4
 
 
@@ -109,7 +147,7 @@ async def test_judgments_without_a_rating_are_repeated_and_counted(tmp_path: Pat
 
     # Each of the four judgments is requested twice; those of MATH never have a rating.
     assert num_requests == 8
-    assert rows(result, "turns")["m"] == [6.0, 6.0, 6.0, 4, 2]
+    assert rows(result, "turns")["m"] == [6.0, 6.0, 6.0, None, 4, 2]
     assert rows(result, "scores_mt-bench")["Math"][0] is None
     assert "2 of them without a rating" in result.page.read_text()
 

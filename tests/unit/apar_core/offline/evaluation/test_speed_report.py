@@ -52,14 +52,14 @@ def test_the_summary_has_the_means_of_accelerated_categories() -> None:
 
     assert row[:2] == ("MT Bench", "vicuna-7b-v1.3")
     assert row[2:4] == ((145 + 510) / 44, (145 + 735) / 40)
-    assert row[5:7] == (417.5, 496.5)
-    assert row[7] == pytest.approx(0.159, abs=0.0005)
+    assert row[6:8] == (417.5, 496.5)
+    assert row[8] == pytest.approx(0.159, abs=0.0005)
 
 
 def test_a_run_without_accelerated_categories_has_no_such_mean() -> None:
     run = SpeedRun("m", "mt-bench", (PLAIN,))
 
-    assert summary_table([run], CACHED, 1).rows == (("MT Bench", "m", *[None] * 6),)
+    assert summary_table([run], CACHED, 1).rows == (("MT Bench", "m", *[None] * 7),)
     assert rows(saving_table(run, CACHED))["Mean(>1%)"] == (None,) * 7
 
 
@@ -87,9 +87,25 @@ def test_speeds_are_shown_with_their_baseline() -> None:
 
     table = rows(steps_table(run))
 
-    assert table["Writing"] == (1, 29, 12, 2.5, 28, 4, 7)
-    assert table["Math"][4:] == (4, None, None)
+    assert table["Writing"] == (1, 29, 12, 2.5, 28, 4, 7, None)
+    assert table["Math"][4:] == (4, None, None, None)
     assert table["Mean"][4:6] == (12, 4)
+
+
+def test_intervals_are_paired_over_questions() -> None:
+    slow = [
+        measurement(question_id=str(n), decoder="plain", decode_s=float(1 + n), timed_tokens=20)
+        for n in range(1, 7)
+    ]
+    # Always twice as fast, whichever questions are drawn.
+    fast = [each.model_copy(update={"decode_s": (each.decode_s or 0) / 2}) for each in slow]
+
+    speeds = rows(steps_table(SpeedRun("m", "mine", fast, slow)))
+    [summary] = summary_table([SpeedRun("m", "mine", [FORKED] * 4)], CACHED, 1).rows
+
+    assert speeds["Mean"][6:] == (pytest.approx(2.0), "2.00 to 2.00")
+    saved = f"{1 - 25 / 39:.1%}"
+    assert summary[5] == f"{saved} to {saved}"
 
 
 def test_a_report_has_each_table_once() -> None:
