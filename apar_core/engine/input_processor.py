@@ -126,7 +126,7 @@ class ForkInputProcessor(InputProcessor):
         self._may_fork = not vllm_config.aux_output_config.enable_return_routed_experts
         self._bans_as_bad_words = not bans_by_logits_processor(vllm_config)
         definition = self.format.definition
-        waits = definition.parent == "waits"
+        waits = definition.waits
         blocks = definition.model_dump_json() if waits else None
         if blocks is not None:
             # Now, for its errors, and because a long vocabulary takes a second.

@@ -147,6 +147,11 @@ class ReplayRules:
         rules = self.blocks if is_forking else None
         if isinstance(rules, ListRules):
             raise _refusal("lists cannot be replayed in threads: set `apar.enabled` to false")
+        if rules is not None and rules.joins_later:
+            raise _refusal(
+                "a format whose parent joins cannot be replayed in threads: set `apar.enabled` to "
+                "false"
+            )
         closing_ids = frozenset() if rules is None else rules.end_ids
         for key, token_ids in scripts.items():
             self._check_thread(key, token_ids, closing_ids if key else frozenset())

@@ -92,14 +92,18 @@ def _lists_in_order(rebuilt: RebuiltLists) -> Iterator[ThreadDelta]:
 def _thread_in_order(
     path: ThreadPath, threads: Mapping[ThreadPath, RebuiltThread]
 ) -> Iterator[ThreadDelta]:
-    delta = threads[path].delta
-    start = num_children = 0
-    for end, number in threads[path].blocks:
+    thread = threads[path]
+    delta, start = thread.delta, 0
+    unread = set(range(thread.num_children))
+    for end, ordinals in thread.blocks:
         yield ThreadDelta(path, delta.token_ids[start:end])
-        for ordinal in range(num_children, num_children + number):
+        for ordinal in ordinals:
             yield from _thread_in_order((*path, ordinal), threads)
-        num_children += number
+        unread.difference_update(ordinals)
         start = end
+    # Children that it has not joined, where a parent joins.
+    for ordinal in sorted(unread):
+        yield from _thread_in_order((*path, ordinal), threads)
     yield delta._replace(token_ids=delta.token_ids[start:])
 
 

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Protocol
 
 from apar_core.tree.paragraph import ParagraphNode, ParagraphTree, ThreadRecord
@@ -86,7 +85,7 @@ class _Thread:
     decoder: Decoder
     held: list[int] = field(default_factory=list)
     paragraphs: list[_Paragraph] = field(default_factory=list)
-    forks: list[_Fork] = field(default_factory=list)
+    forks: dict[ParagraphNode[Any], _Fork] = field(default_factory=dict)
     num_read: int = 0
     num_chars: int = 0
     new_text: list[str] = field(default_factory=list)
@@ -152,11 +151,22 @@ class ThreadTags:
         """Read what the threads have written since the last call."""
         for thread in self._threads.values():
             self._read(thread)
-        # A thread stands in the tree after its parent.
-        new = islice(self.tree.threads.items(), len(self._threads), None)
-        for thread_id, record in list(new):
+        # A thread stands in the tree after its parent; one that its parent has not joined has no
+        # place yet.
+        new = [
+            (thread_id, record)
+            for thread_id, record in self.tree.threads.items()
+            if thread_id not in self._threads and not record.is_apart
+        ]
+        for thread_id, record in sorted(new, key=lambda each: self._place(each[1])):
             self._threads[thread_id] = thread = self._begin(thread_id, record)
             self._read(thread)
+
+    def _place(self, record: ThreadRecord[Any]) -> int:
+        """Return the place of a thread among its siblings, if they have joined in another order."""
+        if record.parent is None or not self.tree.threads[record.parent].joins_later:
+            return 0
+        return list(self._threads[record.parent].forks).index(record.first_node)
 
     def note(self, text: str) -> None:
         """Add the text that the next token of the ordered text has become."""
@@ -193,8 +203,7 @@ class ThreadTags:
     def _begin(self, thread_id: ThreadId, record: ThreadRecord[Any]) -> _Thread:
         fork = self._root_fork
         if record.parent is not None:
-            ordinal = self.tree.threads[record.parent].children.index(thread_id)
-            fork = self._threads[record.parent].forks[ordinal]
+            fork = self._threads[record.parent].forks[record.first_node]
         thread = _Thread(
             thread_id,
             record.parent,
@@ -229,7 +238,7 @@ class ThreadTags:
                 return
             context, held = thread.context, thread.held
             fork = _Fork(thread.num_chars, node.first_child, list(context), list(held))
-            thread.forks.append(fork)
+            thread.forks[node.first_child] = fork
             if held:
                 thread.held = []
                 thread.decoder = self._new_decoder(context)

@@ -2,14 +2,17 @@
 
 A block opens where a thread completes the format's trigger and has outlines. Its children read what
 the format prescribes. When all of them have ended, the parent continues after the joined text.
+Where a parent joins, a block is one child: its parent continues beside it, and waits where it has
+written a join of it (`OpenForks`).
 Scheduler and API process apply these rules to the same tokens, so they agree without messages.
 What a thread has generated is always taken by its token ids, never tokenized again.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from apar_core.errors import CheckpointError
 from apar_core.formats.control_tokens import Tokenizer
@@ -22,6 +25,9 @@ from apar_core.formats.parallel_format import (
     joined_text,
 )
 from apar_core.formats.resolved_format import resolve
+
+JOIN_WINDOW_TOKENS = 1024
+"""Most tokens of a fork or a join where a parent joins: so many are read at each trigger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,17 @@ class OpenBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinPoint:
+    """A thread waits for one child that it has forked before.
+
+    ordinal: which of its children. block: that child alone.
+    """
+
+    ordinal: int
+    block: OpenBlock
+
+
+@dataclass(frozen=True, slots=True)
 class JoinedText:
     """Tokens after which a waiting parent continues.
 
@@ -70,6 +87,7 @@ class BlockRules:
     end_ids: those of them that end a child.
     shows_children: whether the children's texts are a part of the joined text, each between a
         header and `close_ids`, with `suffix_ids` after the last.
+    joins_later: whether a thread continues beside its children until it joins one of them.
     """
 
     work_factor = 1
@@ -88,11 +106,13 @@ class BlockRules:
         self.definition: ParallelFormat = definition
         self._resolved = resolved
         self.end_ids = frozenset(resolved.end_ids)
-        self._trigger_id = resolved.trigger_id
+        self.joins_later = join.pattern is not None
+        # A fork may end within a token.
+        self._trigger_id = None if self.joins_later else resolved.trigger_id
         self._trigger_ids = (
             _completing_ids(definition.trigger, tokenizer)
-            if resolved.trigger_id is None
-            else frozenset({resolved.trigger_id})
+            if self._trigger_id is None
+            else frozenset({self._trigger_id})
         )
         self.marker_ids = self._trigger_ids | self.end_ids
         self.nests = definition.children_fork
@@ -145,6 +165,37 @@ class BlockRules:
             resolved.outline_text(generated),
             resolved.decode(prompt()) if needs_prompt else "",
         )
+        return self._block(opened, len(generated) - (definition.cut == "before"))
+
+    def fork(self, generated: Sequence[int]) -> OpenBlock | None:
+        """Return the child that a thread forks with the last of its tokens since its last join."""
+        assert self.definition.outlines is not None
+        found = self._completed(self.definition.outlines.pattern, generated)
+        if found is None:
+            return None
+        # Null characters mark what only looks like a marker: `ResolvedFormat.outline_text`.
+        values = {name: text.replace("\0", "") for name, text in found.groupdict("").items()}
+        return self._block((Branch(**values),), len(generated))
+
+    def joined_number(self, generated: Sequence[int]) -> str | None:
+        """Return the number of the child that a thread joins with the last of its tokens."""
+        assert self.definition.join is not None
+        found = self._completed(self.definition.join.pattern, generated)
+        return None if found is None else found["number"]
+
+    def _completed(self, pattern: str | None, generated: Sequence[int]) -> re.Match[str] | None:
+        """Return the match of a pattern that ends within the last of a thread's tokens."""
+        if pattern is None or not generated or generated[-1] not in self._trigger_ids:
+            return None
+        tail = generated[-JOIN_WINDOW_TOKENS:]
+        text = self._resolved.outline_text(tail)
+        num_before = len(self._resolved.outline_text(tail[:-1]))
+        matches = re.finditer(pattern, text)
+        return next((match for match in matches if match.end() > num_before), None)
+
+    def _block(self, opened: Sequence[Branch], num_inherited: int) -> OpenBlock | None:
+        """Return a block of these children; None if there is none, or one that cannot begin."""
+        definition, resolved = self.definition, self._resolved
         if not opened:
             return None
         headers = self._headers(opened)
@@ -154,8 +205,10 @@ class BlockRules:
         )
         if definition.cut == "nothing":
             # An engine request needs a token to begin with.
-            return OpenBlock(opened, children, None) if all(c.seed for c in children) else None
-        return OpenBlock(opened, children, len(generated) - (definition.cut == "before"))
+            return (
+                OpenBlock(tuple(opened), children, None) if all(c.seed for c in children) else None
+            )
+        return OpenBlock(tuple(opened), children, num_inherited)
 
     def joined(
         self, block: OpenBlock, generated: Sequence[int], texts: Sequence[Sequence[int]]
@@ -235,6 +288,38 @@ class BlockRules:
         return JoinedText(num_kept, joined, continues)
 
 
+class OpenForks:
+    """Children that a thread has forked and not joined, where a parent joins.
+
+    Scheduler and API process each have one for a thread, and give it the same tokens.
+
+    num_children: forks so far. marker_ids: tokens that need to be read.
+    """
+
+    def __init__(self, rules: BlockRules) -> None:
+        self._rules = rules
+        self._by_number: dict[str, JoinPoint] = {}
+        self.num_children = 0
+        self.marker_ids = rules.marker_ids
+
+    def read(self, generated: Sequence[int]) -> OpenBlock | JoinPoint | None:
+        """Return what the last of a thread's tokens since its last join completes.
+
+        A fork with the number of an open one, and a join without one, are text: None.
+        """
+        block = self._rules.fork(generated)
+        if block is not None:
+            number = block.branches[0].number
+            if number in self._by_number:
+                return None
+            alone = replace(block, num_inherited=None)
+            self._by_number[number] = JoinPoint(self.num_children, alone)
+            self.num_children += 1
+            return block
+        joined = self._rules.joined_number(generated)
+        return None if joined is None else self._by_number.pop(joined, None)
+
+
 def split_at_blocks(
     rules: BlockRules,
     token_ids: Sequence[int],
@@ -261,6 +346,35 @@ def split_at_blocks(
         start = index + 1
         num_opened += len(block.children)
         yield start, block
+
+
+def split_at_forks(
+    forks: OpenForks,
+    token_ids: Sequence[int],
+    *,
+    has_ended: bool,
+    stopped: bool,
+    num_children: int,
+) -> Iterator[tuple[int, OpenBlock | JoinPoint]]:
+    """Yield, for each fork and join of a thread, the number of its tokens up to there.
+
+    Arguments are as in `split_at_blocks`. A last token that forks tells nothing either, and one
+    that is a stop token of the client joins nothing.
+    """
+    start = 0
+    for index, token_id in enumerate(token_ids):
+        if token_id not in forks.marker_ids:
+            continue
+        event = forks.read(token_ids[start : index + 1])
+        if event is None:
+            continue
+        if has_ended and index == len(token_ids) - 1:
+            is_fork = isinstance(event, OpenBlock)
+            if forks.num_children > num_children if is_fork else stopped:
+                return
+        if isinstance(event, JoinPoint):
+            start = index + 1
+        yield index + 1, event
 
 
 def _completing_ids(trigger: str, tokenizer: Tokenizer) -> frozenset[int]:

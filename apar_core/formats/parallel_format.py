@@ -34,6 +34,21 @@ class _Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _checked_pattern(pattern: str | None, known: set[str]) -> str | None:
+    """Return a pattern with the group `number`. Raises ValueError for others, and slow ones."""
+    if pattern is None:
+        return None
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    if "number" not in groups or not groups.keys() <= known:
+        others = "".join(f" and `{name}`" for name in sorted(known - {"number"}))
+        raise ValueError(f"needs the group (?P<number>...), and no named group but it{others}")
+    check_pattern(pattern)
+    return pattern
+
+
 class Outlines(_Facts):
     """Which children a waiting parent opens: exactly one of the three ways."""
 
@@ -59,18 +74,7 @@ class Outlines(_Facts):
     @field_validator("pattern")
     @classmethod
     def _check_pattern(cls, pattern: str | None) -> str | None:
-        if pattern is None:
-            return None
-        try:
-            groups = re.compile(pattern).groupindex
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        if "number" not in groups or not groups.keys() <= {"number", "topic"}:
-            raise ValueError(
-                "needs the group (?P<number>...), and no named group but it and `topic`"
-            )
-        check_pattern(pattern)
-        return pattern
+        return _checked_pattern(pattern, {"number", "topic"})
 
     @model_validator(mode="after")
     def _check_one_way(self) -> Self:
@@ -117,6 +121,30 @@ class Join(_Facts):
     without_result: str | None = Field(
         None, description="Template instead of `header` for a child without a {result}."
     )
+    result: tuple[str, str] | None = Field(
+        None,
+        description="Two texts: what a child has written between the last pair of them is its "
+        "{result}. Without the second one, up to the child's end.",
+    )
+    pattern: str | None = Field(
+        None,
+        description="Where `parent` is `joins`: regular expression with the group `number`. Where "
+        "the parent has written a match, it waits for the child of that number. Patterns that "
+        "could take very long are refused.",
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        return _checked_pattern(pattern, {"number"})
+
+    @model_validator(mode="after")
+    def _check_result(self) -> Self:
+        if self.result is not None and self.without_result is None:
+            raise ValueError("without_result: needed with `result`")
+        if self.result is not None and not all(self.result):
+            raise ValueError(f"result: two texts that are not empty are needed, got {self.result}")
+        return self
 
 
 class ListItems(_Facts):
@@ -137,7 +165,8 @@ class ParallelFormat(_Facts):
     trigger: str = Field(
         "",
         description="Text after which the engine forks. One token of the vocabulary where the "
-        "parent continues; else a token or any text.",
+        "parent continues; else a token or any text. Where `parent` is `joins`, the text with "
+        "which forks and joins end.",
     )
     items: ListItems | None = Field(
         None,
@@ -152,8 +181,9 @@ class ParallelFormat(_Facts):
         description="How much of its parent's sequence a child inherits: up to and including the "
         "trigger, up to before it, or nothing (it then reads its seed alone).",
     )
-    parent: Literal["continues", "waits"] = Field(
-        description="Whether the parent continues beside its children, or waits for them."
+    parent: Literal["continues", "waits", "joins"] = Field(
+        description="Whether the parent continues beside its children, waits for all of them, or "
+        "continues and waits for one of them where it asks for its text."
     )
     children_fork: bool = Field(
         False,
@@ -219,12 +249,35 @@ class ParallelFormat(_Facts):
                     raise ValueError(f"{name}: needed where the parent waits")
             if self.replacement:
                 raise ValueError("replacement: has no effect where the parent waits")
+            self._check_join()
         if self.cut == "nothing" and not self.child_seed:
             raise ValueError("child_seed: needed where a child inherits nothing")
         if any(not text for text in self.child_end):
             raise ValueError("child_end: an empty text would end every child at once")
         self._check_templates()
         return self
+
+    def _check_join(self) -> None:
+        join, outlines = self.join, self.outlines
+        assert join is not None
+        assert outlines is not None
+        if self.parent == "waits":
+            if join.pattern is not None:
+                raise ValueError("join.pattern: possible only where `parent` is `joins`")
+            return
+        if join.pattern is None:
+            raise ValueError("join.pattern: needed where `parent` is `joins`")
+        if outlines.pattern is None or outlines.after is not None:
+            raise ValueError("outlines: `pattern` alone is needed where `parent` is `joins`")
+        if join.unclosed != "continue" or join.replaces is not None or join.first_header:
+            raise ValueError(
+                "join: `unclosed: stop`, `replaces` and `first_header` are not possible where "
+                "`parent` is `joins`"
+            )
+        if self.children_fork or self.cut == "before":
+            raise ValueError(
+                "children_fork, cut: `true` and `before` are not possible where `parent` is `joins`"
+            )
 
     def _check_templates(self) -> None:
         known = frozenset() if self.outlines is None else self.outlines.fields
@@ -243,6 +296,11 @@ class ParallelFormat(_Facts):
                     )
 
     @property
+    def waits(self) -> bool:
+        """Whether threads wait for children, at once or where they ask for their texts."""
+        return self.parent != "continues"
+
+    @property
     def tier(self) -> int:
         """1 where the parent continues, 2 where it waits."""
         return 1 if self.parent == "continues" else 2
@@ -253,12 +311,15 @@ class ParallelFormat(_Facts):
         if self.items is not None:
             return frozenset()
         join = self.join
-        texts = [self.trigger, self.child_seed, self.replacement, *self.child_end]
+        # With a parent that joins, the trigger is only how forks and joins end.
+        triggers = {self.trigger} if self.parent != "joins" else set()
+        texts = [*triggers, self.child_seed, self.replacement, *self.child_end]
         if join is not None:
             texts += [join.header, join.first_header or "", join.prefix, join.suffix]
             texts += [join.close, join.replaces or "", join.without_result or ""]
+            texts += join.result or ()
         found = {marker for text in texts for marker in _MARKER.findall(text)}
-        return frozenset({self.trigger, *self.tokens, *self.reserved, *self.child_end, *found})
+        return frozenset({*triggers, *self.tokens, *self.reserved, *self.child_end, *found})
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +389,11 @@ def header_of(join: Join, index: int, branch: Branch, text: str) -> tuple[str, s
         header = join.first_header
     if join.without_result is None:
         return header, ""
-    result = search_result(branch.message + text)
+    if join.result is None:
+        result = search_result(branch.message + text)
+    else:
+        _, found, behind = text.rpartition(join.result[0])
+        result = behind.partition(join.result[1])[0] if found else None
     return (join.without_result, "") if result is None else (header, result)
 
 

@@ -141,7 +141,7 @@ class ResolvedFormat:
     def control_tokens(self) -> ControlTokens | None:
         """Fork and child token of a format that has just these two, as APAR and HPD-Parsing do."""
         seed_ids = self.seed_ids or ()
-        if self.definition.parent == "waits" or self.trigger_id is None or len(seed_ids) != 1:
+        if self.definition.waits or self.trigger_id is None or len(seed_ids) != 1:
             return None
         return ControlTokens(
             self.trigger_id, seed_ids[0], self.definition.trigger, self.definition.child_seed
@@ -150,7 +150,7 @@ class ResolvedFormat:
     @property
     def banned_ids(self) -> tuple[int, ...]:
         """Tokens of the seed that only the engine writes, where the parent continues."""
-        if self.definition.parent == "waits":
+        if self.definition.waits:
             return ()
         return tuple(
             dict.fromkeys(
@@ -163,7 +163,7 @@ class ResolvedFormat:
     @property
     def uncounted_ids(self) -> tuple[int, ...]:
         """Tokens that are not text: trigger and banned ones, where the parent continues."""
-        if self.definition.parent == "waits" or self.trigger_id is None:
+        if self.definition.waits or self.trigger_id is None:
             return ()
         return (self.trigger_id, *self.banned_ids)
 

@@ -153,7 +153,7 @@ SHIPPED: Mapping[str, ParallelFormat] = MappingProxyType(
 
 _STITCHED = (
     "it continues after the stitched keys of its children, at the largest of their positions; "
-    "vLLM's model runner numbers the tokens of a sequence without gaps"
+    "vLLM computes the tokens before a thread as one sequence"
 )
 _SEES_OTHERS = "its workers read each other's tokens while they write; forks never do"
 

@@ -5,12 +5,19 @@ The journal has what each thread has generated. Blocks, seeds and joined texts f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import BlockRules, OpenBlock, split_at_blocks
+from apar_core.formats.blocks import (
+    BlockRules,
+    JoinPoint,
+    OpenBlock,
+    OpenForks,
+    split_at_blocks,
+    split_at_forks,
+)
 from apar_core.journal import EndReason, Journal, ThreadDelta
 from apar_core.tree.thread_names import ThreadPath
 
@@ -21,8 +28,10 @@ class RebuiltThread:
 
     own_start: tokens before its own text. segment_start: tokens before what it has generated since
         its last join.
-    num_children: children of all its blocks. waits_for: its last block, if nothing was joined yet.
-    blocks: for each block, how many tokens it had generated, and the number of its children.
+    num_children: children of all its blocks. waits_for: its last block, if nothing was joined yet,
+        and first_child: the first of that block's children.
+    blocks: for each block, how many tokens it had generated, and which children it waited for.
+    forks: children that it has not joined yet, where a parent joins.
     """
 
     delta: ThreadDelta
@@ -31,7 +40,9 @@ class RebuiltThread:
     segment_start: int
     num_children: int = 0
     waits_for: OpenBlock | None = None
-    blocks: list[tuple[int, int]] = field(default_factory=list)
+    first_child: int = 0
+    blocks: list[tuple[int, range]] = field(default_factory=list)
+    forks: OpenForks | None = None
 
     def own_text(self, parameters: ForkParameters) -> tuple[int, ...]:
         """Return what it has written so far, without an end token of the model."""
@@ -43,8 +54,8 @@ class RebuiltThread:
         """Paths of the children that it waits for."""
         if self.waits_for is None:
             return []
-        first = self.num_children - len(self.waits_for.children)
-        return [(*self.delta.path, ordinal) for ordinal in range(first, self.num_children)]
+        end = self.first_child + len(self.waits_for.children)
+        return [(*self.delta.path, ordinal) for ordinal in range(self.first_child, end)]
 
 
 def rebuilt_threads(
@@ -66,25 +77,43 @@ def rebuilt_threads(
         thread = RebuiltThread(delta, list(before), len(before), len(before))
         threads[path] = thread
         start = 0
-        blocks = split_at_blocks(
-            rules,
-            delta.token_ids,
-            lambda: prompt,
-            has_ended=delta.finish_reason is not None,
-            num_children=known.get(path, 0),
-        )
-        for end, block in blocks if rules.nests or not path else ():
+        has_ended = delta.finish_reason is not None
+        events: Iterator[tuple[int, OpenBlock | JoinPoint]] = iter(())
+        if rules.joins_later and not path:
+            thread.forks = OpenForks(rules)
+            events = split_at_forks(
+                thread.forks,
+                delta.token_ids,
+                has_ended=has_ended,
+                stopped=delta.stopped,
+                num_children=known.get(path, 0),
+            )
+        elif rules.nests or not path:
+            events = split_at_blocks(
+                rules,
+                delta.token_ids,
+                lambda: prompt,
+                has_ended=has_ended,
+                num_children=known.get(path, 0),
+            )
+        for end, event in events:
             _join(thread, threads, rules, parameters)
             thread.sequence += delta.token_ids[start:end]
             start = end
-            for child in block.children:
+            if isinstance(event, JoinPoint):
+                _wait(thread, event.block, event.ordinal, end)
+                continue
+            first_child = thread.num_children
+            for child in event.children:
                 inherited: list[int] = []
-                if block.num_inherited is not None:
-                    inherited = thread.sequence[: thread.segment_start + block.num_inherited]
+                if event.num_inherited is not None:
+                    inherited = thread.sequence[: thread.segment_start + event.num_inherited]
                 rebuild((*path, thread.num_children), [*inherited, *child.seed])
                 thread.num_children += 1
-            thread.waits_for = block
-            thread.blocks.append((end, len(block.children)))
+            if thread.forks is None:
+                _wait(thread, event, first_child, end)
+            else:
+                thread.blocks.append((end, range(0)))
         if start < len(delta.token_ids):
             _join(thread, threads, rules, parameters)
             thread.sequence += delta.token_ids[start:]
@@ -94,6 +123,12 @@ def rebuilt_threads(
     if unknown := deltas.keys() - threads.keys():
         raise TreeError(f"no thread before {min(unknown)} has opened it")
     return {path: threads[path] for path in sorted(threads)}
+
+
+def _wait(thread: RebuiltThread, block: OpenBlock, first_child: int, end: int) -> None:
+    """Let a thread wait for the children of a block after so many generated tokens."""
+    thread.waits_for, thread.first_child = block, first_child
+    thread.blocks.append((end, range(first_child, first_child + len(block.children))))
 
 
 def _join(
@@ -141,6 +176,13 @@ def completed_blocks(
     parent continues after its children. They are made here by the scheduler's rules.
     """
     threads = rebuilt_threads(journal, prompt, rules, parameters)
+    if threads[()].forks is not None and threads[()].delta.finish_reason is not None:
+        # The children that it has not joined were cancelled.
+        threads = {
+            path: thread
+            for path, thread in threads.items()
+            if not path or thread.delta.finish_reason is not None
+        }
     known = {delta.path for delta in journal}
     num_opened = sum(
         bool(path) and path in known and not thread.delta.was_refused

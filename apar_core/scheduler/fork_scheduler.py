@@ -29,7 +29,7 @@ from vllm.config import VllmConfig
 
 from apar_core.attention.selection import family_settings, reads_families
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import OpenBlock
+from apar_core.formats.blocks import JoinPoint, OpenBlock
 from apar_core.journal import Journal
 from apar_core.scheduler.block_sharing import BlockSharing
 from apar_core.scheduler.constraints import FailedConstraints
@@ -463,9 +463,10 @@ class ForkMixin(Scheduler):
         tokens = group.within_budget(new_token_ids)
         if isinstance(group, ListGroup):
             return self.lists.take(group, request, tokens, is_stale)
-        block: OpenBlock | bool = False
+        forked: list[tuple[int, OpenBlock]] = []
+        mark: OpenBlock | JoinPoint | bool = False
         if isinstance(group, JoiningGroup):
-            tokens, block = self.joins.until_marker(group, request, tokens)
+            tokens, forked, mark = self.joins.until_marker(group, request, tokens)
         num_tokens = len(tokens)
         # Control tokens are not text: each raises the thread's own limit by one.
         request.max_tokens += sum(map(group.parameters.is_control, tokens))
@@ -476,8 +477,12 @@ class ForkMixin(Scheduler):
         has_stopped = stopped and request.status == RequestStatus.FINISHED_STOPPED
         group.count_text(tokens, stopped=has_stopped)
         if isinstance(group, JoiningGroup):
-            if block and not stopped and len(tokens) == num_tokens:
-                stopped = self._take_marker(group, request, block)
+            for end, block in forked:
+                # The token with which a thread ends opens no block.
+                if end < len(tokens) or (end == len(tokens) and not stopped):
+                    self._take_marker(group, request, block)
+            if mark and not stopped and len(tokens) == num_tokens:
+                stopped = self._take_marker(group, request, mark)
             return tokens, stopped
         first = request.num_tokens - len(tokens)
         for index, token_id in enumerate(tokens, start=first):
@@ -488,13 +493,17 @@ class ForkMixin(Scheduler):
         return tokens, stopped
 
     def _take_marker(
-        self, group: JoiningGroup[Request], thread: Request, block: OpenBlock | bool
+        self, group: JoiningGroup[Request], thread: Request, mark: OpenBlock | JoinPoint | bool
     ) -> bool:
-        """Open a block, or end a child; return whether the thread has stopped."""
+        """Open a block, join a child, or end one; return whether the thread has stopped."""
         self.held.release(group.root_id)
-        if isinstance(block, OpenBlock):
-            if not group.exhausted and not group.closed:
-                self.joins.open(group, thread, block)
+        if isinstance(mark, OpenBlock | JoinPoint):
+            if group.exhausted or group.closed:
+                return False
+            if isinstance(mark, OpenBlock):
+                self.joins.open(group, thread, mark)
+            else:
+                self.joins.join(group, thread, mark)
             return False
         thread.status = RequestStatus.FINISHED_STOPPED
         return True

@@ -14,6 +14,9 @@ For formats whose parent waits (`formats/blocks.py`). Life of a block:
 
 A child that a limit keeps from starting has an empty text. A waiting parent is no live thread; its
 request is alive as long as it waits.
+
+Where a parent joins (`OpenForks`), `open` lets it continue beside its child, and `join` lets it
+wait for one child. Children that it has not joined when it ends are cancelled.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import BlockRules, OpenBlock
+from apar_core.formats.blocks import BlockRules, JoinPoint, OpenBlock, OpenForks
 from apar_core.formats.rules import JoinRules, block_rules
 from apar_core.journal import Journal
 from apar_core.scheduler.block_journal import ended_texts, rebuilt_threads
@@ -63,6 +66,9 @@ class JoiningScheduler(Protocol):
     def end_waiting(self, group: Group, thread: Request, reason: FinishReason) -> None:
         """End a thread that does not continue after its children's texts."""
 
+    def cancel(self, group: Group, thread_ids: set[str], client_index: int) -> None:
+        """End the engine requests of threads that are no part of the answer."""
+
 
 class Joins:
     """Waiting parents of all requests of a scheduler.
@@ -78,6 +84,8 @@ class Joins:
         self._ready: list[tuple[Group, Waiting]] = []
         # Paused parents that are part of steps whose output has not arrived.
         self._in_flight: dict[str, Waiting] = {}
+        # Requests whose root has ended beside children that it has not joined; with its client.
+        self._left: list[tuple[Group, int]] = []
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -94,32 +102,53 @@ class Joins:
         group.prompt = root.prompt_token_ids or ()
         num_tokens = root.num_prompt_tokens
         group.places[root.request_id] = TextPlace(num_tokens, num_tokens)
+        if isinstance(group.rules, BlockRules) and group.rules.joins_later:
+            group.forks = OpenForks(group.rules)
 
     def until_marker(
         self, group: Group, thread: Request, token_ids: list[int]
-    ) -> tuple[list[int], OpenBlock | bool]:
-        """Return new tokens up to the one that opens a block or ends a child, if there is one.
+    ) -> tuple[list[int], list[tuple[int, OpenBlock]], OpenBlock | JoinPoint | bool]:
+        """Return new tokens up to the one at which the thread waits or a child ends, if any.
 
-        The second value is the block that the last of them opens, or whether it ends the thread.
+        The second value are the children that the thread forks before and goes on, each with the
+        number of tokens up to there. The third is the block that the last token opens, the child
+        that it joins, or whether it ends the thread.
         """
         rules = _rules(group)
         is_child = thread.request_id != group.root_id
+        forked: list[tuple[int, OpenBlock]] = []
         for index, token_id in enumerate(token_ids):
             if token_id not in rules.marker_ids:
                 continue
             taken = token_ids[: index + 1]
             if is_child and rules.ends_child(token_id):
-                return taken, True
+                return taken, forked, True
             if is_child and not rules.nests:
                 continue
             start = group.places[thread.request_id].segment_start
-            block = rules.open([*thread.all_token_ids[start:], *taken], lambda: group.prompt)
-            if block is not None:
-                return taken, block
-        return token_ids, False
+            generated = [*thread.all_token_ids[start:], *taken]
+            if group.forks is None:
+                block = rules.open(generated, lambda: group.prompt)
+                if block is not None:
+                    return taken, forked, block
+                continue
+            event = group.forks.read(generated)
+            if isinstance(event, JoinPoint):
+                return taken, forked, event
+            if event is not None:
+                forked.append((len(taken), event))
+        return token_ids, forked, False
+
+    def join(self, group: Group, parent: Request, point: JoinPoint) -> None:
+        """Let a parent wait for one child from the end of the step on."""
+        child_id = child_request_id(parent.request_id, point.ordinal)
+        waiting: Waiting = WaitingParent(parent, point.block, [child_id])
+        if child_id in group.unjoined:
+            waiting.texts[child_id] = group.unjoined.pop(child_id)
+        self._pausing.append((group, waiting))
 
     def open(self, group: Group, parent: Request, block: OpenBlock) -> None:
-        """Build a block's children; the parent pauses at the end of the step."""
+        """Build a block's children; the parent pauses at the end of the step, unless it joins."""
         scheduler = self._scheduler
         place = group.places[parent.request_id]
         waiting: Waiting = WaitingParent(parent, block, [])
@@ -136,7 +165,10 @@ class Joins:
                 waiting.texts[child_id] = ()
             else:
                 scheduler.admission.wait(group, request)
-        self._pausing.append((group, waiting))
+        if group.forks is None:
+            self._pausing.append((group, waiting))
+        else:
+            group.unjoined |= waiting.texts
 
     def _build_child(
         self,
@@ -176,6 +208,9 @@ class Joins:
         """Take the text of a child, right before its blocks are freed."""
         if group.closed:
             return
+        if request.request_id == group.root_id:
+            self._root_ends(group, request)
+            return
         own = list(request.all_token_ids[group.places[request.request_id].own_start :])
         stopped = request.status == RequestStatus.FINISHED_STOPPED
         if group.parameters.ended_itself(own, stopped=stopped):
@@ -186,6 +221,9 @@ class Joins:
         self, group: Group, child_id: str, text: Sequence[int], request: Request | None
     ) -> None:
         waiting = group.waiting.get(child_id.rpartition("~")[0])
+        if group.forks is not None and (waiting is None or child_id not in waiting.child_ids):
+            self._keep(group, child_id, tuple(text))
+            return
         if waiting is None:
             return
         waiting.texts[child_id] = tuple(text)
@@ -193,6 +231,30 @@ class Joins:
             self._hold_first_child(group, waiting, request)
         if waiting.is_complete:
             self._is_ready(group, waiting)
+
+    def _keep(self, group: Group, child_id: str, text: tuple[int, ...]) -> None:
+        """Keep the text of a child until its parent joins it, which may be in this step."""
+        for _, waiting in self._pausing:
+            if child_id in waiting.child_ids:
+                waiting.texts[child_id] = text
+                return
+        group.unjoined[child_id] = text
+
+    def _root_ends(self, group: Group, root: Request) -> None:
+        if group.forks is not None:
+            self._left.append((group, root.client_index))
+
+    def _cancel_unjoined(self) -> None:
+        """Cancel the children of roots that have ended without joining them."""
+        while self._left:
+            group, client_index = self._left.pop()
+            if group.closed:
+                continue
+            for child in group.deferred:
+                self._scheduler.block_sharing.forget(child.request_id)
+                group.forget(child.request_id)
+            group.deferred.clear()
+            self._scheduler.cancel(group, set(group.live), client_index)
 
     def _is_ready(self, group: Group, waiting: Waiting) -> None:
         group.num_joining += 1
@@ -246,6 +308,7 @@ class Joins:
                 group.num_joining -= 1
                 self._continue(group, waiting)
         self._ready = later
+        self._cancel_unjoined()
 
     def _pause(self, group: Group, waiting: Waiting) -> None:
         parent = waiting.request
@@ -258,9 +321,10 @@ class Joins:
             parent.request_id, parent, self._num_kept(group, place, parent)
         )
         group.waiting[parent.request_id] = waiting
-        self._scheduler.pause_thread(parent)
+        # First, or another child would start in its place.
         if waiting.is_complete:
             self._is_ready(group, waiting)
+        self._scheduler.pause_thread(parent)
 
     def _num_kept(self, group: Group, place: TextPlace, parent: Request) -> int:
         """Return how many tokens of a parent's sequence stay before the joined text."""
@@ -284,7 +348,10 @@ class Joins:
             reason = FinishReason.LENGTH if joined.continues else FinishReason.STOP
             own = sequence[place.own_start :]
             scheduler.end_waiting(group, parent, reason)
-            self._take_text(group, thread_id, own, None)
+            if thread_id == group.root_id:
+                self._root_ends(group, parent)
+            else:
+                self._take_text(group, thread_id, own, None)
             return
         place.segment_start = len(sequence)
         continuation = build_continuation(
@@ -324,6 +391,7 @@ class Joins:
             thread_id = thread_request_id(group.root_id, path)
             group.num_children[thread_id] = thread.num_children
             group.places[thread_id] = TextPlace(thread.own_start, thread.segment_start)
+        group.forks = threads[()].forks
         for path, thread in threads.items():
             if thread.delta.finish_reason is not None:
                 continue
@@ -346,6 +414,12 @@ class Joins:
                     )
             if waiting.is_complete:
                 self._is_ready(group, waiting)
+        if group.forks is not None:
+            awaited = threads[()].child_paths
+            for path, thread in threads.items():
+                if path and path not in awaited and thread.delta.finish_reason is not None:
+                    child_id = thread_request_id(group.root_id, path)
+                    group.unjoined[child_id] = thread.own_text(group.parameters)
         return [thread for _, thread in sorted(running, key=lambda each: each[0])]
 
 

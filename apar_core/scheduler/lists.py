@@ -51,9 +51,6 @@ class ListScheduler(JoiningScheduler, Protocol):
     def take_token(self, thread: Request, token_id: int, is_stale: bool) -> tuple[list[int], bool]:
         """Let vLLM take one token of a thread; return it, and whether the thread has ended."""
 
-    def cancel(self, group: Group, thread_ids: set[str], client_index: int) -> None:
-        """End the engine requests of threads that are no part of the answer."""
-
 
 class Lists(Joins):
     """Lists of all requests of a scheduler."""

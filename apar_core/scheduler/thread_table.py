@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from apar_core.errors import TreeError
 from apar_core.fork_parameters import ForkParameters
-from apar_core.formats.blocks import OpenBlock
+from apar_core.formats.blocks import OpenBlock, OpenForks
 from apar_core.formats.lists import ListReader, ListRules
 from apar_core.formats.rules import JoinRules
 from apar_core.tree.thread_names import child_request_id
@@ -207,6 +207,8 @@ class JoiningGroup(ThreadGroup[Child]):
     prompt: the client's prompt.
     places: of each thread that has not ended.
     waiting: the threads that wait.
+    forks: children that the root has not joined yet, where a parent joins. unjoined: what those of
+        them that have ended have written, by their engine request ids.
     num_joining: parents whose children have all ended, and which continue at the end of the step.
     """
 
@@ -214,6 +216,8 @@ class JoiningGroup(ThreadGroup[Child]):
     prompt: Sequence[int] = ()
     places: dict[str, TextPlace] = field(default_factory=dict)
     waiting: dict[str, WaitingParent[Child]] = field(default_factory=dict)
+    forks: OpenForks | None = None
+    unjoined: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_joining: int = 0
 
     def _tokens_without_text(self) -> Container[int]:

@@ -23,15 +23,18 @@ from apar_core.tree.thread_names import ROOT_THREAD, ThreadId
 Item = TypeVar("Item")
 
 
-def block_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeStatistics:
+def block_statistics(
+    tree: ParagraphTree[Item], num_prompt_tokens: int, *, reads_children: bool = True
+) -> TreeStatistics:
     """Return the statistics of a tree, in time that grows with its threads, not its tokens.
 
     Terms are those of `TreeStatistics`. The single thread generates the whole text, the format's
     own part of it included. An unfinished thread counts as cut off where it is now. The tokens of a
     block's first child stay cached until the join, because its parent continues after them.
+    `reads_children`: whether a parent that joins reads its children's texts, not only results.
     """
     records = tree.threads.values()
-    schedule = _Schedule(tree)
+    schedule = _Schedule(tree, reads_children=reads_children)
     end_step = schedule.run(ROOT_THREAD, 0, num_prompt_tokens, 0).end_step
     num_forced = sum(record.num_header + record.num_forced for record in records)
     text_tokens = num_forced + sum(record.num_generated_items for record in records)
@@ -51,6 +54,7 @@ def block_statistics(tree: ParagraphTree[Item], num_prompt_tokens: int) -> TreeS
         joins=sum(len(record.suffixes) for record in records),
         forced_tokens=num_forced,
         recomputed_tokens=schedule.recomputed_tokens,
+        discarded_tokens=tree.discarded_tokens,
     )
 
 
@@ -60,7 +64,7 @@ def thread_steps(tree: ParagraphTree[Item]) -> dict[ThreadId, list[tuple[int, in
     Steps count from 1. A thread that waits for children has a stretch before and after each block;
     one that generated nothing has none.
     """
-    if not any(record.blocks for record in tree.threads.values()):
+    if not any(record.blocks or record.joins_later for record in tree.threads.values()):
         spans = thread_spans(tree).items()
         return {
             name: [(span.start + 1, span.end)] if span.num_generated else [] for name, span in spans
@@ -79,8 +83,9 @@ class _Ended(NamedTuple):
 
 
 class _Schedule(Generic[Item]):
-    def __init__(self, tree: ParagraphTree[Item]) -> None:
+    def __init__(self, tree: ParagraphTree[Item], *, reads_children: bool = True) -> None:
         self._tree = tree
+        self._reads_children = reads_children
         self.attended_tokens = 0
         self.recomputed_tokens = 0
         self.changes: defaultdict[int, CachedChange] = defaultdict(CachedChange)
@@ -89,6 +94,8 @@ class _Schedule(Generic[Item]):
     def run(self, thread: ThreadId, step: int, num_before: int, num_seed: int) -> _Ended:
         """Run a thread with its descendants from a step on, after so many tokens."""
         record = self._tree.threads[thread]
+        if record.joins_later:
+            return self._run_joining(thread, step, num_before)
         self.changes[step + 1].tokens += num_seed
         held, text, generated = num_seed, 0, 0
         for number, block in enumerate(record.blocks):
@@ -118,6 +125,40 @@ class _Schedule(Generic[Item]):
                 self.changes[step + 1].tokens += joined
                 held += joined
                 text += joined
+        num_new = record.num_generated_items - generated + record.ended
+        step = self._generate(thread, step, num_before + text, num_new)
+        return _Ended(step, text + num_new - record.ended, held + max(num_new - 1, 0))
+
+    def _run_joining(self, thread: ThreadId, step: int, num_before: int) -> _Ended:
+        """Run a thread that continues beside its children, and joins some of them."""
+        record = self._tree.threads[thread]
+        children = [self._tree.threads[name] for name in record.children]
+        forks = [(child.fork_index, 0, ordinal) for ordinal, child in enumerate(children)]
+        joins = [(block.num_generated, 1, number) for number, block in enumerate(record.blocks)]
+        ended: dict[int, _Ended] = {}
+        held = text = generated = 0
+        for at, joins_now, index in sorted(forks + joins):
+            step = self._generate(thread, step, num_before + text, at - generated)
+            text, held = text + at - generated, held + at - generated
+            generated = at
+            if not joins_now:
+                num_seed = children[index].num_seed
+                before = num_before + text + num_seed
+                child = self.run(record.children[index], step, before, num_seed)
+                self.changes[child.end_step + 1].tokens -= child.held_tokens
+                ended[index] = child
+                continue
+            ordinal = record.blocks[index].first_child
+            step = max(step, ended[ordinal].end_step)
+            joined = 0
+            if self._reads_children:
+                joined = children[ordinal].num_header + ended[ordinal].text_tokens
+                joined += children[ordinal].num_closing
+                self.recomputed_tokens += ended[ordinal].text_tokens
+            if index < len(record.suffixes):
+                joined += record.suffixes[index]
+                self.changes[step + 1].tokens += joined
+                held, text = held + joined, text + joined
         num_new = record.num_generated_items - generated + record.ended
         step = self._generate(thread, step, num_before + text, num_new)
         return _Ended(step, text + num_new - record.ended, held + max(num_new - 1, 0))

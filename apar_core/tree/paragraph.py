@@ -55,8 +55,11 @@ class ParagraphNode(Generic[Item]):
 class ThreadRecord(Generic[Item]):
     """State of one thread.
 
+    first_node: its first paragraph.
     fork_index: tokens (text and fork tokens) that the parent had generated before this thread's
         fork token.
+    is_apart: whether its text has no place in the tree, until its parent joins it. joins_later:
+        whether its own children have none when they begin.
     ended: whether a finished thread ended itself with its end-of-thread token.
     discarded: whether what it wrote was removed from the text.
     has_fork_tokens: whether it generated a token for each of its forks. pauses: whether it waits
@@ -81,12 +84,18 @@ class ThreadRecord(Generic[Item]):
     has_fork_tokens: bool = True
     pauses: bool = False
     num_forced: int = 0
+    is_apart: bool = False
+    joins_later: bool = False
     num_seed: int = 0
     num_header: int = 0
     num_closing: int = 0
     is_closed: bool = False
     blocks: list[ThreadBlock] = field(default_factory=list)
     suffixes: list[int] = field(default_factory=list)
+    first_node: ParagraphNode[Item] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.first_node = self.current_node
 
     @property
     def num_generated_items(self) -> int:
@@ -161,6 +170,38 @@ class ParagraphTree(Generic[Item]):
             self._threads[child].num_seed = num_seed
             self._threads[child].num_header = len(header)
 
+    def fork_apart(
+        self, parent: ThreadId, child: ThreadId, num_seed: int, header: Sequence[Item]
+    ) -> None:
+        """Begin a child whose text has no place until its parent joins it: `attach`.
+
+        Arguments are as in `open_block`.
+        """
+        record = self._live_record(parent, "fork")
+        record.has_fork_tokens, record.joins_later = False, True
+        self._threads[child] = ThreadRecord(
+            ParagraphNode(lead=header),
+            parent=parent,
+            depth=record.depth + 1,
+            fork_index=record.num_generated_items,
+            is_apart=True,
+            num_seed=num_seed,
+            num_header=len(header),
+        )
+        record.children.append(child)
+        self._num_live += 1
+
+    def attach(self, parent: ThreadId, ordinal: int) -> None:
+        """Let a thread wait for a child that it has forked before; its text comes next."""
+        record = self._live_record(parent, "join")
+        child = self._threads[record.children[ordinal]]
+        child.is_apart = False
+        node = record.current_node
+        node.first_child, node.next_sibling = child.first_node, ParagraphNode()
+        node.closed = True
+        record.current_node = node.next_sibling
+        record.blocks.append(ThreadBlock(ordinal, 1, record.num_generated_items))
+
     def close_child(self, child: ThreadId, items: Sequence[Item], *, is_closed: bool) -> None:
         """Add the items after the text of a child for which its parent waits."""
         self.force(child, items)
@@ -218,7 +259,6 @@ class ParagraphTree(Generic[Item]):
         names = [thread]
         for name in names:
             names += self._threads[name].children
-        first_nodes = self._first_nodes()
         found: dict[ThreadId, bool] = {}
         for name in names:
             record = self._threads[name]
@@ -226,7 +266,7 @@ class ParagraphTree(Generic[Item]):
                 continue
             found[name] = not record.finished
             self.discarded_tokens += record.num_generated_items
-            node: ParagraphNode[Item] | None = first_nodes[name]
+            node: ParagraphNode[Item] | None = record.first_node
             while node is not None:
                 node.items, node.lead, node.closed, node.held = [], (), True, False
                 node = node.next_sibling
@@ -235,18 +275,6 @@ class ParagraphTree(Generic[Item]):
             record.ended = False
             record.num_items = record.num_forced = record.num_header = 0
         return found
-
-    def _first_nodes(self) -> dict[ThreadId, ParagraphNode[Item]]:
-        """Return the first paragraph of every thread."""
-        nodes = {ROOT_THREAD: self.root}
-        for name, record in self._threads.items():
-            node: ParagraphNode[Item] | None = nodes[name]
-            children = iter(record.children)
-            while node is not None:
-                if node.first_child is not None:
-                    nodes[next(children)] = node.first_child
-                node = node.next_sibling
-        return nodes
 
     def force(self, thread: ThreadId, items: Sequence[Item]) -> None:
         """Add items to a thread that it has not generated."""

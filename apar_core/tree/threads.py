@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from apar_core.tree.paragraph import ParagraphNode, ParagraphTree
-from apar_core.tree.thread_names import ROOT_THREAD, ThreadId, replay_key
+from apar_core.tree.thread_names import ThreadId, replay_key
 
 Item = TypeVar("Item")
 
@@ -37,15 +37,11 @@ class ThreadText(Generic[Item]):
 def thread_texts(tree: ParagraphTree[Item]) -> dict[ThreadId, ThreadText[Item]]:
     """Return every thread of a tree, parents before their children."""
     texts: dict[ThreadId, ThreadText[Item]] = {}
-    first_nodes: dict[ThreadId, ParagraphNode[Item]] = {ROOT_THREAD: tree.root}
     for thread, record in tree.threads.items():
         paragraphs: list[Sequence[Item]] = []
-        node: ParagraphNode[Item] | None = first_nodes[thread]
-        children = iter(record.children)
+        node: ParagraphNode[Item] | None = record.first_node
         while node is not None:
             paragraphs.append(node.items)
-            if node.first_child is not None:
-                first_nodes[next(children)] = node.first_child
             node = node.next_sibling
         texts[thread] = ThreadText(
             thread=thread,

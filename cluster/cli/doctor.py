@@ -345,7 +345,11 @@ def _format(report: CheckpointReport) -> list[Finding]:
         value = f"{report.refused}, which is not served: {REFUSED[report.refused]}"
         return [Finding("format", value), forks]
     definition = report.found.definition
-    does = "continues" if definition.parent == "continues" else "waits for its children"
+    does = {
+        "continues": "continues",
+        "waits": "waits for its children",
+        "joins": "continues, and waits where it joins one of its children",
+    }[definition.parent]
     value = f"{definition.name}, by its {report.found.source} (tier {definition.tier}: "
     tokens = ", ".join(f"{text} {token}" for token, text in sorted(report.resolved.texts.items()))
     if definition.items is not None:

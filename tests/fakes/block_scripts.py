@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from apar_core.fork_parameters import NO_TOKEN, ForkParameters
-from apar_core.formats.parallel_format import ParallelFormat
+from apar_core.formats.parallel_format import Join, Outlines, ParallelFormat
 from apar_core.formats.shipped_formats import PARALLEL_R1, THREADWEAVER
 
 END = 3
@@ -35,6 +35,36 @@ NESTED = THREADWEAVER.model_copy(
     }
 )
 """ThreadWeaver's grammar, where children fork too, and a child that is cut off is closed."""
+
+_FORKS = Outlines(pattern=r"<FORK-(?P<number>[0-9]+)>(?P<topic>[^<]*)</FORK-[0-9]+>")
+_JOINS = r"<JOIN-(?P<number>[0-9]+)>"
+RESULTS = ParallelFormat(
+    name="results on demand",
+    trigger=">",
+    child_seed="\n(you are worker {number}: {topic})\n",
+    parent="joins",
+    outlines=_FORKS,
+    join=Join(
+        pattern=_JOINS,
+        result=("<RETURN>", "</RETURN>"),
+        header="\n{number} says: {result}\n",
+        without_result="\n{number} says nothing\n",
+    ),
+)
+"""An organizer joins workers in any order, and reads what they return."""
+MESSAGES = RESULTS.model_copy(
+    update={"name": "messages on demand", "cut": "nothing", "child_seed": "Task {topic}!"}
+)
+"""The same, with workers that read only their task."""
+WHOLE_TEXTS = RESULTS.model_copy(
+    update={
+        "name": "texts on demand",
+        "child_end": ("</Thread>",),
+        "join": Join(pattern=_JOINS, header="\n{number}: ", close="</Thread>", suffix="\n"),
+    }
+)
+"""The same, with an organizer that reads the whole text of a worker."""
+ON_DEMAND = (RESULTS, MESSAGES, WHOLE_TEXTS)
 
 
 class CharacterTokenizer:
@@ -66,6 +96,7 @@ class CharacterTokenizer:
 
 
 TOKENIZER = CharacterTokenizer()
+_ANGLES = frozenset(token for text, token in TOKENIZER.get_vocab().items() if ">" in text)
 
 
 def block_parameters(
@@ -88,17 +119,21 @@ class Client:
     """Resubmits requests as the project's own client does; plain completions come from a script.
 
     contexts: what each completion had as its prompt, in order: (replay key, prompt, generated).
+    unjoined: keys of workers that nobody has joined.
     """
 
     definition: ParallelFormat
     script: Script
     tokenizer: Any = TOKENIZER
     contexts: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
+    unjoined: set[str] = field(default_factory=set)
     _taken: dict[str, int] = field(default_factory=dict)
     _opened: dict[str, int] = field(default_factory=dict)
 
     def answer(self, prompt: list[int]) -> list[int]:
         """Return the whole text behind a prompt."""
+        if self.definition.parent == "joins":
+            return self._organizer(prompt)
         text, _ = self._thread("", prompt)
         return text
 
@@ -120,6 +155,60 @@ class Client:
     def _tokens(self, text: str) -> list[int]:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
+
+    def _organizer(self, prompt: list[int]) -> list[int]:
+        """Return the text of an organizer, with that of each worker before what it reads of it."""
+        context, shown = list(prompt), list[int]()
+        workers: dict[str, tuple[str, list[int]]] = {}
+        while True:
+            segment: list[int] = []
+            found = None
+            while found is None:
+                piece = self.complete("", [*context, *segment], set(_ANGLES))
+                segment += piece
+                if piece[-1:] == [self.end_id] or not piece:
+                    self.contexts.append(("", context, segment))
+                    self.unjoined = {key for key, _ in workers.values()}
+                    return [*shown, *(token for token in segment if token != self.end_id)]
+                written = self.tokenizer.decode(segment)
+                fork = re.search(r"<FORK-([0-9]+)>([^<]*)</FORK-[0-9]+>$", written)
+                if fork and fork[1] not in workers:
+                    workers[fork[1]] = self._worker(fork[1], fork[2], [*context, *segment])
+                join = re.search(r"<JOIN-([0-9]+)>$", written)
+                found = join if join and join[1] in workers else None
+            self.contexts.append(("", context, segment))
+            _, text = workers.pop(found[1])
+            read = self._read_of_worker(found[1], text)
+            if self.definition.name == "texts on demand":
+                shown += [*segment, *read]
+            else:
+                shown += [*segment, *text, *read]
+            context = [*context, *segment, *read]
+
+    def _worker(self, number: str, task: str, context: list[int]) -> tuple[str, list[int]]:
+        key = str(self._opened.get("", 0))
+        self._opened[""] = int(key) + 1
+        if self.definition.name == "messages on demand":
+            prompt = self._tokens(f"Task {task}!")
+        else:
+            prompt = [*context, *self._tokens(f"\n(you are worker {number}: {task})\n")]
+        closing = self._tokens("</Thread>")
+        ends = set(closing) if self.definition.name == "texts on demand" else set()
+        generated = self.complete(key, prompt, ends)
+        self.contexts.append((key, prompt, generated))
+        return key, [token for token in generated if token != self.end_id]
+
+    def _read_of_worker(self, number: str, text: list[int]) -> list[int]:
+        if self.definition.name == "texts on demand":
+            closing = self._tokens("</Thread>")
+            closed = text[-1:] == closing
+            before = self._tokens(f"\n{number}: ")
+            return [*before, *text, *([] if closed else closing), *self._tokens("\n")]
+        written = self.tokenizer.decode(text)
+        if "<RETURN>" not in written:
+            return self._tokens(f"\n{number} says nothing\n")
+        result = written.split("<RETURN>")[-1].split("</RETURN>")[0]
+        return self._tokens(f"\n{number} says: {result}\n")
 
     def _thread(self, key: str, prompt: list[int]) -> tuple[list[int], bool]:
         """Return a thread's text, without an end token, and whether its own marker ended it."""
@@ -173,6 +262,8 @@ def _numbers(segment: str) -> Iterator[str]:
 @st.composite
 def block_scripts(draw: st.DrawFn, definition: ParallelFormat) -> Script:
     """Draw what the threads of a request generate, with blocks up to three deep."""
+    if definition.parent == "joins":
+        return draw(_scripts_on_demand(definition))
     script: dict[str, list[int]] = {}
     weaves = definition.name != "parallel-r1"
     letters = st.text("abcdefgh ", max_size=8)
@@ -203,4 +294,35 @@ def block_scripts(draw: st.DrawFn, definition: ParallelFormat) -> Script:
     return script
 
 
-FORMATS = {each.name: each for each in (THREADWEAVER, PARALLEL_R1, NESTED)}
+@st.composite
+def _scripts_on_demand(draw: st.DrawFn, definition: ParallelFormat) -> Script:
+    """Draw what an organizer and its workers generate: forks and joins in any order."""
+    letters = st.text("abcdefgh> ", max_size=8)
+    script: dict[str, list[int]] = {"": []}
+    open_numbers: set[str] = set()
+    num_workers = 0
+    for _ in range(draw(st.integers(0, 7))):
+        script[""] += tokens(draw(letters))
+        number = draw(st.sampled_from("123"))
+        if draw(st.booleans()):
+            script[""] += tokens(f"<FORK-{number}>{draw(letters)}</FORK-{number}>")
+            if number in open_numbers:
+                continue
+            open_numbers.add(number)
+            text = draw(letters)
+            if draw(st.integers(0, 3)):
+                text += f"<RETURN>{draw(letters)}" + draw(st.sampled_from(["</RETURN>", ""]))
+            closes = draw(st.booleans())
+            if closes and definition.child_end:
+                script[str(num_workers)] = tokens(text + "</Thread>")
+            else:
+                script[str(num_workers)] = tokens(text, ends=True)
+            num_workers += 1
+        else:
+            script[""] += tokens(f"<JOIN-{number}>")
+            open_numbers.discard(number)
+    script[""] += tokens(draw(letters), ends=True)
+    return script
+
+
+FORMATS = {each.name: each for each in (THREADWEAVER, PARALLEL_R1, NESTED, *ON_DEMAND)}

@@ -253,7 +253,7 @@ class ScriptedEngine:
         assert not scheduler.threads.groups
         assert not scheduler.threads._group_of_thread
         joins = scheduler.joins
-        assert (joins._pausing, joins._ready, joins._in_flight) == ([], [], {})
+        assert (joins._pausing, joins._ready, joins._in_flight, joins._left) == ([], [], {}, [])
         lists = scheduler.lists
         assert (lists._pausing, lists._ready, lists._in_flight) == ([], [], {})
         assert (lists._ended, lists._cancelling) == ([], None)
@@ -386,10 +386,17 @@ class ScriptedEngine:
                 assert root.request_id not in self.finish_reasons
                 self.finish_reasons[root.request_id] = reason
                 # As in the output processor, which forgets the request with all its threads.
-                if reason in ("error", "abort") or isinstance(root, ListThreads):
+                if reason in ("error", "abort") or _cancels_threads(root):
                     self._forgotten.add(root.request_id)
                 if not root.tree.finished:
                     self._to_abort.add(root.request_id)
+
+
+def _cancels_threads(root: RequestThreads) -> bool:
+    """Return whether threads may write after the end of the answer, before they are cancelled."""
+    if isinstance(root, BlockThreads):
+        return root.rules.joins_later
+    return isinstance(root, ListThreads)
 
 
 def _engine_request(request: Request) -> tuple[str, int]:

@@ -27,9 +27,13 @@ def ordered_text(threads: Mapping[str, Any]) -> str:
 
 
 class TaggedReader:
-    """The threads of each choice, from the `apar` objects of a stream."""
+    """The threads of each choice, from the `apar` objects of a stream.
 
-    def __init__(self) -> None:
+    `in_order`: whether children appear in the order of their forks, not of their joins.
+    """
+
+    def __init__(self, *, in_order: bool = True) -> None:
+        self._in_order = in_order
         self.threads: dict[int, dict[str, dict[str, Any]]] = {}
         self.time_ms = 0
 
@@ -54,7 +58,9 @@ class TaggedReader:
                 parent = threads[update["parent"]]
                 assert update["position"] <= len(parent["text"])
                 ordinal = sum(thread["parent"] == update["parent"] for thread in threads.values())
-                assert update["id"] == f"{update['parent']}.{ordinal}"
+                parent_id, _, number = update["id"].rpartition(".")
+                assert parent_id == update["parent"]
+                assert int(number) == ordinal or not self._in_order
             known = threads[update["id"]] = {
                 "parent": update["parent"],
                 "position": update["position"],

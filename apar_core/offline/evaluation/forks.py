@@ -293,7 +293,7 @@ def run_forks(
         raise EvaluationError(f"{settings.prompts}: two questions have the same id")
     engines = _Engines(open_engine)
     evaluation = _Evaluation(settings, folder, models, engines, progress)
-    waits = found.definition.parent == "waits"
+    waits = found.definition.waits
     base: list[ForkAnswer] = []
     try:
         answers = evaluation.answer(MODEL, questions)

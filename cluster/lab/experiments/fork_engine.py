@@ -33,7 +33,7 @@ class ReplayingForkEngine:
         self._end_id = turn_end_id(self._tokenizer)
         resolved = engine.format
         control = () if resolved is None else resolved.uncounted_ids
-        self._waits = resolved is not None and resolved.definition.parent == "waits"
+        self._waits = resolved is not None and resolved.definition.waits
         # A format whose parent waits bans no token.
         self._watched = frozenset(control)
         self._fork_id = -1 if not control else control[0]

@@ -15,6 +15,7 @@ from apar_core.engine.block_threads import BlockThreads
 from apar_core.engine.thread_tags import ThreadTags
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import BlockRules
+from apar_core.tree.thread_names import ThreadId
 from tests.fakes.block_scripts import FORMATS, Script, block_parameters, block_scripts
 from tests.fakes.block_scripts import TOKENIZER as CHARACTERS
 from tests.fakes.examples import num_examples
@@ -203,18 +204,26 @@ class CharacterDecoder:
         return text
 
 
+def waits_for_another(threads: BlockThreads, name: str) -> bool:
+    records = threads.tree.threads
+    record = records[ThreadId("root" + name[1:].replace("~", "."))]
+    if not record.waits:
+        return False
+    block = record.blocks[-1]
+    children = record.children[block.first_child :][: block.num_children]
+    return any(not records[child].finished for child in children)
+
+
 def play(threads: BlockThreads, script: Script) -> Iterator[None]:
     """Let every thread that can write a token do so in each step; yield after each step."""
     left = {"r": list(script[""])}
-    waits: dict[str, set[str]] = {}
     while left:
         for name in list(left):
-            if waits.get(name, set()) & left.keys():
+            if waits_for_another(threads, name):
                 continue
             token_ids, left[name] = left[name][:1], left[name][1:]
             reason = None if left[name] else FinishReason.STOP
             children = threads.feed(EngineCoreOutput(name, token_ids, finish_reason=reason))
-            waits[name] = set(children)
             left |= {child: list(script[child[2:].replace("~", ".")]) for child in children}
             if reason is not None:
                 del left[name]
@@ -231,7 +240,7 @@ def test_threads_that_wait_are_rebuilt_and_say_so(name: str, data: st.DataObject
     threads = BlockThreads("r", parameters, rules, [])
     tags = ThreadTags(0, threads.tree, [], CharacterDecoder)
     threads.tag(tags)
-    reader, ordered = TaggedReader(), ""
+    reader, ordered = TaggedReader(in_order=FORMATS[name].parent == "waits"), ""
 
     for _ in play(threads, data.draw(block_scripts(FORMATS[name]))):
         for output in threads.take():

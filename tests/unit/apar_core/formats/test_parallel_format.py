@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,14 @@ WAITS = {
     "parent": "waits",
     "outlines": {"count": 2},
     "join": {"header": "<Path {number}>", "suffix": "</Go>"},
+}
+JOINS: dict[str, Any] = {
+    "name": "mine",
+    "trigger": ">",
+    "parent": "joins",
+    "outlines": {"pattern": "<F-(?P<number>[0-9])>"},
+    "child_seed": "x",
+    "join": {"pattern": "<J-(?P<number>[0-9])>", "header": "{number}"},
 }
 
 
@@ -65,6 +74,21 @@ def test_shipped_format_is_what_its_own_fields_define(name: str) -> None:
         ({**WAITS, "outlines": {"pattern": "("}}, "not a regular expression"),
         ({**WAITS, "outlines": {"pattern": "a"}}, "(?P<number>...)"),
         ({**WAITS, "child_seed": "{topic}"}, "the field {topic} is unknown"),
+        ({**WAITS, "join": JOINS["join"]}, "join.pattern: possible only where `parent` is `joins`"),
+        ({**JOINS, "join": {"header": ""}}, "join.pattern: needed where `parent` is `joins`"),
+        ({**JOINS, "outlines": {"count": 2}}, "outlines: `pattern` alone is needed"),
+        ({**JOINS, "join": {**JOINS["join"], "unclosed": "stop"}}, "join: `unclosed: stop`"),
+        ({**JOINS, "children_fork": True}, "children_fork, cut: `true` and `before`"),
+        ({**JOINS, "join": {**JOINS["join"], "pattern": "a"}}, "(?P<number>...)"),
+        ({**JOINS, "join": {**JOINS["join"], "pattern": "(?P<number>(a*)*b)"}}, "join.pattern"),
+        (
+            {**JOINS, "join": {**JOINS["join"], "result": ["<R>", "</R>"]}},
+            "without_result: needed with `result`",
+        ),
+        (
+            {**JOINS, "join": {**JOINS["join"], "without_result": "", "result": ["", "b"]}},
+            "result: two texts that are not empty are needed",
+        ),
         ({"like": "nobody"}, "unknown format 'nobody'; known: apar,"),
         ({"like": "multiverse"}, "'multiverse' cannot be served: it continues after"),
         ("npr", "'npr' cannot be served"),
