@@ -405,9 +405,9 @@ async def test_one_key_after_the_other_and_within_the_room(open_again: Open) -> 
 
 
 class Flaky:
-    """A store that fails every third time it is asked."""
+    """A store, or a gateway's keys, that fails every third time it is asked."""
 
-    def __init__(self, store: BatchStore) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
         self._num = 0
 
