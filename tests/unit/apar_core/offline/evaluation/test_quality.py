@@ -112,10 +112,11 @@ def test_models_are_compared_over_the_questions_that_both_have_a_rating_for() ->
     judgments.append(judgment(9, 1, "first", 1.0))
     judgments += [judgment(10, 1, "better", 10.0), judgment(10, 1, "first", None)]
 
-    [difference] = difference_table(["first", "better"], judgments).rows
+    [[model, number, difference, interval]] = difference_table(["first", "better"], judgments).rows
     _, row = turn_table(["first", "better"], judgments).rows
 
-    assert difference == ("better", 8, pytest.approx(0.5), "+0.50 to +0.50")
+    assert (model, number, interval) == ("better", 8, "+0.50 to +0.50")
+    assert difference == pytest.approx(0.5)
     low, high = map(float, str(row[4]).split(" to "))
     assert low < float(str(row[3])) < high
     assert high - low > 1
