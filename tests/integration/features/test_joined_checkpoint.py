@@ -205,4 +205,4 @@ def test_a_served_answer_equals_the_clients(tmp_path: Path) -> None:
     end = tokenizer.eos_token_id
     expected = tokenizer.decode([i for i in chosen.text_ids if i != end])
     assert reply["choices"][0]["text"] == expected
-    assert reply["apar"].threads == 1 + expected.count("<Thread>")
+    assert reply["apar"]["threads"] == 1 + expected.count("<Thread>")
