@@ -210,8 +210,8 @@ class OriginError(RequestError):
 
     def __init__(self, origin: str) -> None:
         super().__init__(
-            f"Pages of {origin!r} may not send such requests; to allow them, add the origin to "
-            "`cors.origins` in the configuration.",
+            f"Pages of {origin!r} may not send such requests; to allow them, add the origin, or "
+            "`*` for all, to `cors.origins` in the configuration.",
             param="origin",
         )
 
