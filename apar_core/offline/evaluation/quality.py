@@ -447,10 +447,10 @@ def turn_table(models: Sequence[str], judgments: Sequence[Judgment]) -> ReportTa
         by_turn = [mean_rating([line for line in own if line.turn == turn]) for turn in turns]
         unrated = sum(judgment.rating is None for judgment in own)
         sums_NK = _rating_sums(judgments, (model,))
-        mean = (
-            of_sums(sums_NK, lambda sums: sums[..., 0] / sums[..., -1], seed=0) if sums_NK else None
-        )
-        interval = None if mean is None else mean.interval(".2f")
+        interval = None
+        if sums_NK:
+            mean = of_sums(sums_NK, lambda sums: sums[..., 0] / sums[..., -1], seed=0)
+            interval = mean.interval(".2f")
         rows.append((model, *by_turn, mean_rating(own), interval, len(own), unrated))
     by_turn_header = "".join(f"Turn {turn} :.2f | " for turn in turns)
     return ReportTable(

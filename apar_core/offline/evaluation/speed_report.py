@@ -222,20 +222,18 @@ def threads_table(runs: Sequence[SpeedRun]) -> ReportTable:
 def steps_table(run: SpeedRun) -> ReportTable:
     """Return steps, lengths and speed by category: the numbers of figures 4 and 6."""
     baseline = dict(category_rows(run.baseline)) if run.baseline else {}
-    intervals = {
-        MEAN: _speedup_interval(run.answers, run.baseline),
-        **{
-            category_label(category): _speedup_interval(group, run.baseline)
-            for category, group in by_category(run.answers).items()
-        },
+    groups = {
+        **{category_label(name): group for name, group in by_category(run.answers).items()},
+        MEAN: run.answers,
     }
     rows = []
-    for name, row in category_rows(run.answers):
+    for name, group in groups.items():
+        row = averages(group)
         slow = baseline[name].tokens_per_s if name in baseline else None
         speedup = row.tokens_per_s / slow if row.tokens_per_s is not None and slow else None
         rows.append(
             (name, row.num_answers, row.text_tokens, row.steps, row.fewer_steps,
-             row.tokens_per_s, slow, speedup, intervals[name])
+             row.tokens_per_s, slow, speedup, _speedup_interval(group, run.baseline))
         )  # fmt: skip
     return ReportTable(
         f"speed_{run.file_key}",

@@ -11,6 +11,7 @@ import pytest
 from apar_core.engine.offline_engine import OfflineEngine
 from apar_core.scheduler.core_state import CoreState, core_state
 from apar_core.vllm_names import RequestStatus
+from tests.integration.connector_loads import Loaded, count_loads
 from tests.integration.engine_process import EngineProcess
 from tests.integration.plain_decoding import FLOAT_NOISE, Run, chats, generate_threads, mismatches
 
@@ -19,9 +20,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 NUM_CHATS = 16
 BLOCK_SIZE = 32
 SHORT_MEMORY = {"num_gpu_blocks_override": 40, "max_num_seqs": 32}
-
-Loaded = list[tuple[str, int]]
-"""Request id of a thread, and how many tokens were loaded for it."""
 
 
 def offloading(transfer_steps: int = 3, spec: str = "TorchOffloadingSpec") -> dict[str, Any]:
@@ -40,23 +38,9 @@ def offloading(transfer_steps: int = 3, spec: str = "TorchOffloadingSpec") -> di
     }
 
 
-def _count_loads(engine: OfflineEngine) -> Loaded:
-    loaded: Loaded = []
-    connector = engine.scheduler.connector
-    update = connector.update_state_after_alloc
-
-    def counted(request: Any, blocks: Any, num_tokens: int) -> None:
-        if num_tokens:
-            loaded.append((request.request_id, num_tokens))
-        update(request, blocks, num_tokens)
-
-    connector.update_state_after_alloc = counted
-    return loaded
-
-
 def _answer_twice(engine: OfflineEngine) -> tuple[Run, Run, Loaded]:
     """Answer all chats, lose what the engine's own cache has, and answer them again."""
-    loaded = _count_loads(engine)
+    loaded = count_loads(engine)
     first = generate_threads(engine, chats(NUM_CHATS), 200)
     _run_dry(engine)
     assert engine.llm.reset_prefix_cache()
