@@ -70,6 +70,9 @@ def test_each_way_runs_in_a_process_of_its_own_and_every_answer_forks(
     runs = {way: cost["run"] for way, cost in report.data.items()}
     assert runs["ours, forked"]["forks"] == NUM_ANSWERS * NUM_TIPS
     assert runs["ours, sequential"]["digest"] == runs["vLLM"]["digest"]
+    # A child's first row computes the fork and child tokens of its prefix.
+    rows = runs["vLLM, a request per thread"]["rows"]
+    assert rows == pytest.approx(runs["ours, forked"]["rows"], rel=0.05)
     assert all(min(cost["schedule_us"], cost["outputs_us"]) > 0 for cost in report.data.values())
 
 
