@@ -77,7 +77,11 @@ class SqliteFile:
     def _open(self) -> sqlite3.Connection:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Owner only: the file holds hashes of keys, the usage of each, and prompts of batches.
-        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        # Never open a file that exists: to close it would release the locks that other connections
+        # of this process hold, and other processes would remove the log that these write to
+        # (https://www.sqlite.org/howtocorrupt.html, section 2.2).
+        with suppress(FileExistsError):
+            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
             self._path, timeout=_LOCK_S, isolation_level=None, check_same_thread=False
         )

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.local_ray import free_port
 from deployments.config.keys import KeyConfig, hash_of
+from deployments.gateway.batches.store import SqliteBatches
 from deployments.gateway.key_store import (
     Batch,
     KeyStore,
@@ -48,6 +49,32 @@ def stored(name: str, key_id: str = "1") -> StoredKey:
 
 def today() -> str:
     return datetime.now(UTC).date().isoformat()
+
+
+async def test_what_is_written_after_other_processes_have_used_the_file_is_not_lost(
+    tmp_path: Path,
+) -> None:
+    """Another gateway that ends, or a user who looks into the file."""
+    path = tmp_path / "keys.db"
+    # As in a gateway: usage and batches in the same file.
+    usage, batches = SqliteStore(path), SqliteBatches(path)
+    count = (
+        "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1]).execute(sys.argv[2]).fetchone())"
+    )
+    counted = []
+    for _ in range(3):
+        await usage.add(Batch({Row(today(), "a", "m"): Usage(requests=1)}))
+        await batches.open_batches()
+        seen = await asyncio.to_thread(
+            subprocess.check_output,
+            [sys.executable, "-c", count, path, "SELECT sum(requests) FROM usage"],
+            text=True,
+        )
+        counted.append(int(seen))
+    await usage.close()
+    await batches.close()
+
+    assert counted == [1, 2, 3]
 
 
 async def test_usage_of_several_gateways_adds_up(open_again: Open) -> None:
