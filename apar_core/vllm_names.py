@@ -413,6 +413,19 @@ def call_before_requests(function: Callable[[Any], None]) -> None:
     core.add_request = after_function
 
 
+def is_transferring(connector: Any, request_id: str) -> bool:
+    """Return whether a KV connector keeps a record of a request, also after the request's end.
+
+    `OffloadingConnector` does until all stores of the request's blocks have ended. The records of
+    other connectors are not read.
+    """
+    parts = getattr(connector, "_connectors", None)  # MultiConnector
+    if parts is not None:
+        return any(is_transferring(part, request_id) for part in parts)
+    records = getattr(getattr(connector, "connector_scheduler", None), "_req_status", {})
+    return request_id in records
+
+
 def block_hasher(request: Request) -> Callable[[Request], Any] | None:
     """Return the function that hashes a request's full blocks; None without prefix caching."""
     return request._block_hasher

@@ -73,6 +73,7 @@ from apar_core.vllm_names import (
     SpecDecodingStats,
     cached_tokenizer_from_config,
     cdiv,
+    is_transferring,
 )
 
 STATISTICS_S = 1.0
@@ -543,6 +544,18 @@ class ForkMixin(Scheduler):
     def pause_thread(self, thread: Request) -> None:
         """End the engine request of a thread that waits for its children."""
         super().finish_requests(thread.request_id, RequestStatus.FINISHED_STOPPED)
+
+    def has_left(self, request_id: str) -> bool:
+        """Return whether nothing knows a paused engine request any more: its id may come back."""
+        if self.connector is None:
+            return True
+        # A connector learns in the next step that a request has finished. Its transfers go by id:
+        # it delays the end of the request, or keeps a record of its own.
+        return (
+            request_id not in self.requests
+            and request_id not in self.finished_req_ids
+            and not is_transferring(self.connector, request_id)
+        )
 
     def start_continuation(self, group: ThreadGroup[Request], thread: Request) -> None:
         """Start the engine request in which a thread continues after its children's texts."""

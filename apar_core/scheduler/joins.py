@@ -10,7 +10,8 @@ For formats whose parent waits (`formats/blocks.py`). Life of a block:
    held, as far as its tokens are those of the joined text.
 4. When all children have ended, `settle` starts the continuation: an engine request with the id of
    the parent and the context with the joined text as its prompt. It takes the place of the child
-   that ended last, so no limit on threads delays it.
+   that ended last, so no limit on threads delays it. Only a KV connector does, as long as it
+   transfers blocks of the parent's earlier request.
 
 A child that a limit keeps from starting has an empty text. A waiting parent is no live thread; its
 request is alive as long as it waits.
@@ -62,6 +63,9 @@ class JoiningScheduler(Protocol):
 
     def start_continuation(self, group: Group, thread: Request) -> None:
         """Start the engine request in which a thread continues after its children's texts."""
+
+    def has_left(self, request_id: str) -> bool:
+        """Return whether nothing knows a paused engine request any more: its id may come back."""
 
     def end_waiting(self, group: Group, thread: Request, reason: FinishReason) -> None:
         """End a thread that does not continue after its children's texts."""
@@ -301,8 +305,7 @@ class Joins:
                 continue
             parent_id = waiting.request.request_id
             # vLLM drops the outputs of steps in flight by id, so the id may not come back before.
-            # A KV connector may also keep the request for a while.
-            if waiting.in_flight_tokens > 0 or parent_id in self._scheduler.requests:
+            if waiting.in_flight_tokens > 0 or not self._scheduler.has_left(parent_id):
                 later.append((group, waiting))
             else:
                 group.num_joining -= 1

@@ -21,6 +21,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import envs
 from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
 from vllm.config.aux_output import AuxOutputConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
@@ -402,6 +407,13 @@ SIGNATURES = (
 
 
 ATTRIBUTES = (
+    Attributes(
+        OffloadingConnectorScheduler,
+        "_req_status",
+        "a thread that waited continues with its id when the connector has no record of it",
+    ),
+    Attributes(OffloadingConnector, "connector_scheduler", "has these records"),
+    Attributes(MultiConnector, "_connectors", "has connectors with these records"),
     Attributes(prometheus_client.Counter, "_value", "apar_core/metrics/counting.py counts in it"),
     Attributes(
         prometheus_client.Histogram,
@@ -412,7 +424,7 @@ ATTRIBUTES = (
         Scheduler,
         "requests running kv_cache_manager max_model_len scheduler_config max_num_running_reqs "
         "finished_req_ids_dict pause_state kv_holding_waiting grammar_compile_error_reqs "
-        "structured_output_manager",
+        "structured_output_manager connector finished_req_ids",
         "live threads, their blocks, room for a child's tokens, ends reported to clients, pauses, "
         "constraints that fail",
     ),

@@ -19,6 +19,7 @@ from apar_core.formats.list_shape import (
 from apar_core.models.smollm2 import SMOLLM2
 from apar_core.scheduler.core_state import CoreState, core_state
 from tests.integration.engine_process import EngineProcess
+from tests.integration.features.test_kv_offloading import LONG_TRANSFER, offloading
 from tests.integration.plain_decoding import count_drafts
 
 pytestmark = [
@@ -40,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "small steps": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
     "short memory": {"num_gpu_blocks_override": 18},
     "n-gram speculation": {"speculative_config": NGRAM},
+    "KV offloading": offloading(LONG_TRANSFER),
 }
 
 
