@@ -5,6 +5,9 @@ that has not ended. Its further threads run while the predicted step time allows
 otherwise. With every further thread at rest, a request is written in the order of sequential
 decoding. A resting thread keeps its KV blocks and only misses steps.
 
+To rest moves work to later steps, which helps only if those have room. Where steps with all threads
+take longer than the time per token on average, all threads run: they end requests sooner.
+
 New prompts are computed in chunks that fit beside the rows, as far as their first tokens are not
 due. vLLM's chunks are as large as its token budget, and every reader waits for such a step.
 
@@ -33,9 +36,8 @@ Saved = Callable[[Sequence[Request]], int]
 
 _LEAST_CHUNK = 16
 _DUE_SHARE = 0.8
-# Multiple of the policy's time beyond which the first threads alone count as an overload, and
-# multiple of what they take beyond that, which further threads may add.
-_OVERLOAD, _OVERLOAD_WEIGHT = 1.05, 4.0
+_MOST = 4.0
+"""Multiple of the time per token as which a longer step counts."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -102,9 +104,10 @@ class Pacing:
     """Plans the steps of a scheduler whose policy looks at time.
 
     `saved` returns the tokens that rows do not read because others of the step have.
-    limit_s: limit on the time of the last planned step; None: the policy's own. It is above the
-        policy's time where even the first threads of all requests take longer: forks then end
-        requests sooner, and the more threads may run, the larger the overload is.
+    limit_s: limit on the time of the last planned step; None: the policy's own. It is infinite
+        during an overload.
+    memory_s: seconds over which the time of steps is averaged, with weights that fall
+        exponentially.
     """
 
     def __init__(
@@ -115,11 +118,14 @@ class Pacing:
         block_size: int,
     ) -> None:
         self.limit_s: float | None = None
+        self.memory_s = 1.0
         self._threads = threads
         self._saved = saved
         self._clock = clock
         # A child computes at most the tokens of the block that it does not share.
         self._child_tokens = block_size
+        # Mean time of steps with all threads, and when the last one was planned.
+        self._mean_s, self._planned_s = 0.0, -inf
         # When each waiting prompt was first seen.
         self._seen_s: dict[str, float] = {}
 
@@ -142,13 +148,11 @@ class Pacing:
         limit_s = policy.token_time_s
         whole = batch = _with_rows(coming, rows, self._saved(rows))
         resting: frozenset[str] = frozenset()
-        if policy.step_s(whole) > limit_s:
+        if self._mean_s > limit_s:
+            self.limit_s = inf
+        elif policy.step_s(whole) > limit_s:
             first, further = self._split(rows, children)
             least = _with_rows(coming, first, self._saved(first))
-            first_s = policy.step_s(least)
-            if first_s > _OVERLOAD * limit_s:
-                limit_s = first_s + _OVERLOAD_WEIGHT * (first_s - _OVERLOAD * limit_s)
-                self.limit_s = limit_s
             batches = _growing(least, further, whole.saved_tokens - least.saved_tokens)
             number = bisect_right(batches, limit_s, key=policy.step_s) - 1
             # Where no first thread can have a row yet, another one goes on.
@@ -161,6 +165,9 @@ class Pacing:
             lambda tokens: policy.step_s(replace(batch, prefill_tokens=tokens)) <= limit_s,
             max(policy.token_time_s, policy.step_s(batch)),
         )
+        tokens = sum(prompt.tokens for prompt in prompts) if chunk is None else chunk
+        everything = replace(self._with_delayed(whole), prefill_tokens=tokens)
+        self._average(policy.step_s(everything), _MOST * limit_s)
         if chunk is None:
             return StepPlan(resting)
         # vLLM continues prompts before it starts children: one leaves them their tokens.
@@ -169,6 +176,27 @@ class Pacing:
         num_rows = batch.rows - len(children)
         most = num_rows + self._child_tokens * len(children) + chunk
         return StepPlan(resting, left_out, chunk, most)
+
+    def _with_delayed(self, batch: StepBatch) -> StepBatch:
+        """Return the batch with the forks that would start if time allowed."""
+        delayed = [
+            child.num_tokens
+            for group in self._threads.groups
+            if group.has_startable
+            for child in group.deferred
+        ]
+        return batch.grown(rows=len(delayed), attended_tokens=sum(delayed))
+
+    def _average(self, step_s: float, most_s: float) -> None:
+        """Note how long the step would take with all threads; more counts as `most_s`."""
+        now_s = self._clock()
+        since_s = now_s - self._planned_s
+        self._planned_s = now_s
+        if since_s > self.memory_s:
+            # The engine had nothing to do.
+            self._mean_s = 0.0
+        weight = -math.expm1(-min(since_s, most_s) / self.memory_s)
+        self._mean_s += weight * (min(step_s, most_s) - self._mean_s)
 
     def _is_child(self, request: Request) -> bool:
         group = self._threads.group(request.request_id)

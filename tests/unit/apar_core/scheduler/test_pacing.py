@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,12 @@ from tests.unit.apar_core.scheduler.test_any_schedule import any_schedule, scrip
 
 
 def paced_engine(
-    model_dir: Path, policy: MostTokens, *, max_num_seqs: int = 32, run_ahead: bool = False
+    model_dir: Path,
+    policy: MostTokens,
+    *,
+    max_num_seqs: int = 32,
+    run_ahead: bool = False,
+    memory_s: float = math.inf,
 ) -> ScriptedEngine:
     shape = EngineShape(
         num_blocks=500,
@@ -33,6 +39,8 @@ def paced_engine(
     )
     engine = ScriptedEngine(shape, model_dir)
     engine.scheduler.admission.policy = policy
+    # By default, nothing ever counts as an overload.
+    engine.scheduler.pacing.memory_s = memory_s
     return engine
 
 
@@ -99,6 +107,23 @@ def test_threads_rest_beyond_the_time_but_no_reader_waits(
     for number, (_, text) in enumerate(wanted):
         assert engine.texts[f"r{number}"] == text
     engine.assert_nothing_is_left()
+
+
+def test_all_threads_run_where_later_steps_have_no_more_time(model_dir: Path) -> None:
+    # Averages over the last step.
+    engine = paced_engine(model_dir, MostTokens(3), memory_s=1e-9)
+    details = {str(number): [*range(100, 115), END] for number in range(6)}
+    engine.add("r", [7] * 5, {"": [20, *[FORK] * 6, *range(30, 60), END], **details})
+    while len(engine.scheduler.running) < 7:
+        engine.step()
+
+    for _ in range(3):
+        engine.step()
+        assert not engine.scheduler.step_plan.resting
+    assert engine.scheduler.pacing.limit_s == math.inf
+    engine.run()
+    # The root is left alone, for which there is time.
+    assert engine.scheduler.pacing.limit_s is None
 
 
 def test_a_prompt_is_computed_in_chunks_beside_the_rows(model_dir: Path) -> None:
