@@ -74,7 +74,8 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str) -> None:
         len(differing),
     )
     speculates = "speculated" in expected
-    assert engine.warnings == [DRAFTS] * speculates
+    about_attention = [each for each in engine.warnings if each.startswith("attention")]
+    assert about_attention == [DRAFTS] * speculates
     assert all(each.gap < FLOAT_NOISE for each in differing)
     assert (run.preemptions > 0) == ("preempted" in expected)
     assert (run.num_draft_tokens > 0) == ("speculated" in expected)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from vllm.config import CompilationMode
 
+from tests.fakes.waiting import wait_until
 from tests.integration.serving.apar_process import ENGINE, TINY, Server, authorization, serving
 from tests.integration.serving.killed_streams import Answer, stream
 from tests.integration.serving.metrics_reading import metrics_url, read
@@ -139,6 +140,6 @@ def test_a_stream_outlives_the_end_of_any_process(
 
     assert seen(answer) == seen(alone)
     server.wait_until_idle()
+    wait_until(lambda: len(pids(server, way)) == WAYS[way].num_processes)
     # The other process of the engine has ended too.
-    assert len(pids(server, way)) == WAYS[way].num_processes
     assert not any(psutil.pid_exists(pid) for pid in before)

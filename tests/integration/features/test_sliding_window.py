@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WINDOW = 40
 NUM_CHATS = 16
+LARGEST_BLOCK = 32
 FULL, SLIDING = "full_attention", "sliding_attention"
 # name: (type of each layer, engine arguments, kinds of the engine's KV-cache groups)
 WAYS: dict[str, tuple[list[str], dict[str, Any], set[str]]] = {
@@ -81,6 +82,8 @@ def test_every_thread_equals_plain_decoding_of_its_prefix(way: str, tmp_path: Pa
     counters = run.state_after.fork_counters
     is_shared = groups == {"FullAttentionManager"}
     assert (counters.fallbacks == 0) == (counters.copied_blocks > 0) == is_shared
-    assert counters.shared_tokens > counters.computed_tokens
+    assert counters.shared_tokens > 0
+    # What is left of a prefix is less than a block, which the parent may not have computed yet.
+    assert counters.computed_tokens < (LARGEST_BLOCK + 2) * counters.forks
     assert run.state_after.free_blocks == run.state_after.kv_blocks
     assert run.state_after.threads == 0

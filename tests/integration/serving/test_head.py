@@ -5,6 +5,7 @@ The GCS keeps its state in Redis, which Ray's head fault tolerance requires.
 
 import asyncio
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -108,7 +109,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
     # Ray's socket paths may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="apar-", dir="/tmp"))
     write_haproxy_wrapper(folder / "haproxy")
-    for name, value in (serve_environment(folder) | {"RAY_AUTH_MODE": "token"}).items():
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    for name, value in (serve_environment(folder) | token).items():
         monkeypatch.setenv(name, value)
     try:
         with ray_cluster(folder) as running:
