@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from apar_core.step_costs.costs import StepCosts
 from cluster.lab.experiments.parts import PartStore
 from cluster.lab.simulation import goodput
 from cluster.lab.simulation.goodput import (
+    RateRun,
     Search,
     find_goodput,
     goodput_report,
@@ -19,16 +21,30 @@ from cluster.lab.simulation.goodput import (
     search_rates,
     searches_of,
 )
-from cluster.lab.simulation.settings import NO_FORKS, GoodputSettings, Objective
-from cluster.lab.simulation.workload import RecordedData
+from cluster.lab.simulation.runs import replica_capacity
+from cluster.lab.simulation.settings import ADAPTIVE, NO_FORKS, GoodputSettings, Objective
+from cluster.lab.simulation.workload import Answer, RecordedData
 from cluster.lab.sizing.search import rate_place
-from tests.unit.cluster.lab.simulation.test_cluster import DATA, small_replica
+from tests.unit.cluster.lab.simulation.test_cluster import DATA, TOKENS, answer, small_replica
 
 STRICT, LOOSE = "ttft=1s,tpot=1.5x", "ttft=2s,tpot=3x"
 FORKS_ONLY = "ttft=1s,tpot=0.8x"
 # Prompts of a thousand tokens cost little.
 COSTS = StepCosts("test GPU", "predicted", "made up", ((1, 0.01), (64, 0.02), (4096, 0.03)), 1e-7)
+MARGIN = 0.04
+# Tokens of the text and of the prompt.
+PLAIN = ((100, 40), (250, 300), (60, 900))
+LISTS = (
+    replace(answer("list", 60, 90, 70), prompt_tokens=80),
+    replace(answer("list", 40, 40, 40, 40, 60), prompt_tokens=40),
+    replace(answer("list", 120, 80), prompt_tokens=500),
+)
 POISSON = RecordedData([each for each in DATA.answers if len(each.threads) > 1], None)
+
+
+def plain(text_tokens: int, prompt_tokens: int) -> Answer:
+    tokens = [*range(300, 300 + text_tokens), TOKENS.end_id]
+    return Answer("plain", {"": tokens}, tokens, prompt_tokens, len(tokens))
 
 
 def settings_of(
@@ -102,6 +118,35 @@ def test_forks_make_tokens_certain_sooner_although_the_first_comes_no_sooner() -
     assert runs["eager"]["ttft"] == pytest.approx(runs[NO_FORKS]["ttft"])
     assert runs["eager"]["ttft"] < runs["eager"]["certain"] < runs["eager"]["e2e"]
     assert runs["eager"]["certain"] < 0.9 * runs[NO_FORKS]["certain"]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.timeout(1800)
+def test_at_no_rate_do_adaptive_forks_keep_fewer_requests_within_the_slo() -> None:
+    """Whole answers, lists and long prompts on the A100, from a third of the capacity to beyond it.
+
+    A rate at which the share falls from 100 % to nothing differs by a few requests of a run.
+    """
+    slos = ("ttft=1s,tpot=1.5x", "ttft=1s,tpot=3x", "ttft=1s,tpot=3x,silence=5x")
+    settings = GoodputSettings(
+        trace=[], model="llama-7b", gpu="a100-80gb", requests=400, slo=list(slos)
+    )
+    data = RecordedData([*(plain(*each) for each in PLAIN), *LISTS], None)
+    capacity = replica_capacity(settings.base, data)
+
+    for share_of_capacity in (0.3, 0.6, 0.75, 0.9, 1.05):
+        place = rate_place(share_of_capacity * capacity)
+
+        def run(method: str, token_s: float | None, place: int = place) -> RateRun:
+            nominal = goodput.nominal_requests(settings, data, method, capacity)
+            return goodput.run_rate(settings, method, token_s, nominal, place)
+
+        others = [run(method, None) for method in (NO_FORKS, "eager")]
+        for slo in settings.objectives:
+            adaptive = run(ADAPTIVE, slo.token_s).shares[slo.text]
+            best = max(other.shares[slo.text] for other in others)
+            assert adaptive >= best - MARGIN, (slo.text, share_of_capacity, adaptive, best)
 
 
 def test_a_seed_draws_other_requests_of_the_same_number_and_rate() -> None:
