@@ -58,19 +58,18 @@ async def test_what_is_written_after_other_processes_have_used_the_file_is_not_l
     path = tmp_path / "keys.db"
     # As in a gateway: usage and batches in the same file.
     usage, batches = SqliteStore(path), SqliteBatches(path)
-    count = (
-        "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1]).execute(sys.argv[2]).fetchone())"
+    program = (
+        "import sqlite3, sys;"
+        "print(*sqlite3.connect(sys.argv[1]).execute('SELECT sum(requests) FROM usage').fetchone())"
     )
     counted = []
     for _ in range(3):
         await usage.add(Batch({Row(today(), "a", "m"): Usage(requests=1)}))
         await batches.open_batches()
-        seen = await asyncio.to_thread(
-            subprocess.check_output,
-            [sys.executable, "-c", count, path, "SELECT sum(requests) FROM usage"],
-            text=True,
+        reader = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, path, stdout=subprocess.PIPE
         )
-        counted.append(int(seen))
+        counted.append(int((await reader.communicate())[0]))
     await usage.close()
     await batches.close()
 
