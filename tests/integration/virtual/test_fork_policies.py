@@ -18,6 +18,7 @@ LATENCY_TOLERANCE = 0.015
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not TRACES.is_dir(), reason=f"needs {TRACES}"),
 ]
 
