@@ -39,6 +39,7 @@ from deployments.wire.errors import (
     DrainingError,
     ErrorResponse,
     MisdirectedError,
+    OriginError,
     response_for,
 )
 from deployments.wire.response import ResponseStart
@@ -117,7 +118,7 @@ class GatewayIngress:
             self._gateway, partial(metrics.rejected, DrainingError.reason)
         )
         # Outside the drain, so that a page can read why a draining server refuses its request.
-        self._cors = Cors(self._drain, settings.cors)
+        self._cors = Cors(self._drain, settings.cors, partial(metrics.rejected, OriginError.reason))
         # Outermost: a page of another host name must learn nothing of this server.
         refused = partial(metrics.rejected, MisdirectedError.reason)
         self._host_check = HostCheck(self._cors, settings.allowed_hosts, refused)

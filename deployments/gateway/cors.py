@@ -1,5 +1,7 @@
 """Cross-origin requests of browsers (CORS), with the settings of `cors` in the configuration."""
 
+from collections.abc import Callable
+
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,8 +33,10 @@ class Cors:
     take effect although the page sees no answer. The settings can change while requests run.
     """
 
-    def __init__(self, app: ASGIApp, config: CorsConfig) -> None:
+    def __init__(self, app: ASGIApp, config: CorsConfig, refused: Callable[[], None]) -> None:
+        """`refused` is called for each refused form."""
         self._app = app
+        self._refused = refused
         self.configure(config)
 
     def configure(self, config: CorsConfig) -> None:
@@ -56,6 +60,7 @@ class Cors:
             headers = Headers(scope=scope)
             origin = headers.get("origin", "")
             if self._is_foreign(origin, headers.get("host")) and _is_simple(headers):
+                self._refused()
                 error = response_for(OriginError(origin[:128]))
                 await send_error(send, error.in_form(form_of(scope["path"])))
                 return

@@ -171,11 +171,11 @@ REQUESTS_REJECTED = counter(
     "requests",
     {
         "reason": "authentication; key_limit: a rate limit or `max_threads` of the key; budget: "
-        "a daily or monthly budget of the key; forbidden: the key is no admin's; overloaded: the "
-        "queue is full, or request bodies take too much memory; queue_timeout; deadline: a "
-        "deadline of the request could not be met; body_timeout; invalid; too_large: body or "
-        "prompt; unknown_model; unknown_route; no_replica: no replica accepted it in time; "
-        "draining: the server is shutting down",
+        "a daily or monthly budget of the key; forbidden: the key is no admin's, or a web page "
+        "of another origin sent a form; overloaded: the queue is full, or request bodies take "
+        "too much memory; queue_timeout; deadline: a deadline of the request could not be met; "
+        "body_timeout; invalid; too_large: body or prompt; unknown_model; unknown_route; "
+        "no_replica: no replica accepted it in time; draining: the server is shutting down",
     }
     | _KEY_CLASS,
     "Requests of any kind that the gateway rejected before they reached a replica.",

@@ -17,7 +17,7 @@ ASKED = {
 
 
 def served(*origins: str) -> tuple[Cors, httpx.AsyncClient]:
-    app = Cors(gateway_of(answering(), keys=(key("a"),)), CorsConfig(origins=origins))
+    app = Cors(gateway_of(answering(), keys=(key("a"),)), CorsConfig(origins=origins), lambda: None)
     return app, client_of(app)
 
 
@@ -80,12 +80,15 @@ async def test_without_origins_nothing_changes_and_settings_apply_at_once() -> N
     ids=str,
 )
 async def test_forms_of_other_pages_are_refused(headers: dict[str, str], status: int) -> None:
-    app = Cors(gateway_of(answering()), CorsConfig(origins=(PAGE,)))
+    refusals: list[int] = []
+    config = CorsConfig(origins=(PAGE,))
+    app = Cors(gateway_of(answering()), config, lambda: refusals.append(1))
     typed = {"content-type": "text/plain; charset=utf-8"}
 
     answer = await client_of(app).post(CHAT, content=b"{}", headers=typed | headers)
 
     assert answer.status_code == status
+    assert len(refusals) == (status == 403)
     if status == 403:
         assert answer.json()["error"]["code"] == "origin_not_allowed"
 
