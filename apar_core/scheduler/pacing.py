@@ -5,8 +5,8 @@ that has not ended. Its further threads run while the predicted step time allows
 otherwise. With every further thread at rest, a request is written in the order of sequential
 decoding. A resting thread keeps its KV blocks and only misses steps.
 
-To rest moves work to later steps, which helps only if those have room. Where steps with all threads
-take longer than the time per token on average, all threads run: they end requests sooner.
+To rest moves work to later steps, which helps only if those have room. Where the first threads and
+the prompts that are due fill the steps, all threads run: they end requests sooner.
 
 New prompts are computed in chunks that fit beside the rows, as far as their first tokens are not
 due. vLLM's chunks are as large as its token budget, and every reader waits for such a step.
@@ -38,6 +38,8 @@ _LEAST_CHUNK = 16
 _DUE_SHARE = 0.8
 _MOST = 4.0
 """Multiple of the time per token as which a longer step counts."""
+_FULL = 0.95
+"""Share of the time per token that first threads and prompts take on average in an overload."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -124,8 +126,10 @@ class Pacing:
         self._clock = clock
         # A child computes at most the tokens of the block that it does not share.
         self._child_tokens = block_size
-        # Mean time of steps with all threads, and when the last one was planned.
-        self._mean_s, self._planned_s = 0.0, -inf
+        # Mean times of steps with first threads only and with all, and when one was planned.
+        self._first_s = self._all_s = 0.0
+        self._planned_s = -inf
+        self._is_overloaded = False
         # When each waiting prompt was first seen.
         self._seen_s: dict[str, float] = {}
 
@@ -148,11 +152,13 @@ class Pacing:
         limit_s = policy.token_time_s
         whole = batch = _with_rows(coming, rows, self._saved(rows))
         resting: frozenset[str] = frozenset()
-        if self._mean_s > limit_s:
-            self.limit_s = inf
-        elif policy.step_s(whole) > limit_s:
+        least = whole
+        if policy.step_s(whole) > limit_s:
             first, further = self._split(rows, children)
             least = _with_rows(coming, first, self._saved(first))
+        if self._is_overloaded:
+            self.limit_s = inf
+        elif least is not whole:
             batches = _growing(least, further, whole.saved_tokens - least.saved_tokens)
             number = bisect_right(batches, limit_s, key=policy.step_s) - 1
             # Where no first thread can have a row yet, another one goes on.
@@ -166,8 +172,8 @@ class Pacing:
             max(policy.token_time_s, policy.step_s(batch)),
         )
         tokens = sum(prompt.tokens for prompt in prompts) if chunk is None else chunk
-        everything = replace(self._with_delayed(whole), prefill_tokens=tokens)
-        self._average(policy.step_s(everything), _MOST * limit_s)
+        all_s = policy.step_s(replace(self._with_delayed(whole), prefill_tokens=tokens))
+        self._average(policy.step_s(replace(least, prefill_tokens=tokens)), all_s, limit_s)
         if chunk is None:
             return StepPlan(resting)
         # vLLM continues prompts before it starts children: one leaves them their tokens.
@@ -187,16 +193,22 @@ class Pacing:
         ]
         return batch.grown(rows=len(delayed), attended_tokens=sum(delayed))
 
-    def _average(self, step_s: float, most_s: float) -> None:
-        """Note how long the step would take with all threads; more counts as `most_s`."""
-        now_s = self._clock()
+    def _average(self, first_s: float, all_s: float, limit_s: float) -> None:
+        """Note how long the step would take with first threads only, and with all threads.
+
+        An overload begins when the first fill the steps on average, and ends when all fit.
+        """
+        now_s, most_s = self._clock(), _MOST * limit_s
         since_s = now_s - self._planned_s
         self._planned_s = now_s
         if since_s > self.memory_s:
             # The engine had nothing to do.
-            self._mean_s = 0.0
+            self._first_s = self._all_s = 0.0
         weight = -math.expm1(-min(since_s, most_s) / self.memory_s)
-        self._mean_s += weight * (min(step_s, most_s) - self._mean_s)
+        self._first_s += weight * (min(first_s, most_s) - self._first_s)
+        self._all_s += weight * (min(all_s, most_s) - self._all_s)
+        is_full = self._is_overloaded or self._first_s > _FULL * limit_s
+        self._is_overloaded = is_full and self._all_s > limit_s
 
     def _is_child(self, request: Request) -> bool:
         group = self._threads.group(request.request_id)

@@ -109,21 +109,29 @@ def test_threads_rest_beyond_the_time_but_no_reader_waits(
     engine.assert_nothing_is_left()
 
 
-def test_all_threads_run_where_later_steps_have_no_more_time(model_dir: Path) -> None:
+def test_all_threads_run_where_first_threads_leave_no_time(model_dir: Path) -> None:
     # Averages over the last step.
     engine = paced_engine(model_dir, MostTokens(3), memory_s=1e-9)
-    details = {str(number): [*range(100, 115), END] for number in range(6)}
-    engine.add("r", [7] * 5, {"": [20, *[FORK] * 6, *range(30, 60), END], **details})
-    while len(engine.scheduler.running) < 7:
+    scheduler = engine.scheduler
+    script = {"": [20, FORK, *range(30, 60), END], "0": [*range(100, 115), END]}
+    for number in range(4):
+        engine.add(f"r{number}", [7] * 5, script, arrival_time=float(number))
+    while len(scheduler.running) < 8:
         engine.step()
 
     for _ in range(3):
         engine.step()
-        assert not engine.scheduler.step_plan.resting
-    assert engine.scheduler.pacing.limit_s == math.inf
+        assert not scheduler.step_plan.resting
+    assert scheduler.pacing.limit_s == math.inf
     engine.run()
-    # The root is left alone, for which there is time.
-    assert engine.scheduler.pacing.limit_s is None
+
+    # One request, whose first thread leaves time for two more, is no overload.
+    details = {str(number): script["0"] for number in range(6)}
+    engine.add("r", [7] * 5, {"": [20, *[FORK] * 6, *range(30, 60), END], **details})
+    while len(scheduler.running) < 3:
+        engine.step()
+    assert scheduler.pacing.limit_s is None
+    engine.run()
 
 
 def test_a_prompt_is_computed_in_chunks_beside_the_rows(model_dir: Path) -> None:
