@@ -546,7 +546,7 @@ class ForkMixin(Scheduler):
         super().finish_requests(thread.request_id, RequestStatus.FINISHED_STOPPED)
 
     def has_left(self, request_id: str) -> bool:
-        """Return whether nothing knows a paused engine request any more: its id may come back."""
+        """Return whether the id of a paused engine request may be used again."""
         if self.connector is None:
             return True
         # A connector learns in the next step that a request has finished. Its transfers go by id:

@@ -65,7 +65,7 @@ class JoiningScheduler(Protocol):
         """Start the engine request in which a thread continues after its children's texts."""
 
     def has_left(self, request_id: str) -> bool:
-        """Return whether nothing knows a paused engine request any more: its id may come back."""
+        """Return whether the id of a paused engine request may be used again."""
 
     def end_waiting(self, group: Group, thread: Request, reason: FinishReason) -> None:
         """End a thread that does not continue after its children's texts."""

@@ -5,7 +5,7 @@ that has not ended. Its further threads run while the predicted step time allows
 otherwise. With every further thread at rest, a request is written in the order of sequential
 decoding. A resting thread keeps its KV blocks and only misses steps.
 
-To rest moves work to later steps, which helps only if those have room. Where the first threads and
+Resting moves work to later steps, which helps only if they have room. Where the first threads and
 the prompts that are due fill the steps, all threads run: they end requests sooner.
 
 New prompts are computed in chunks that fit beside the rows, as far as their first tokens are not
@@ -37,9 +37,9 @@ Saved = Callable[[Sequence[Request]], int]
 _LEAST_CHUNK = 16
 _DUE_SHARE = 0.8
 _MOST = 4.0
-"""Multiple of the time per token as which a longer step counts."""
+"""A longer step counts as this multiple of the time per token."""
 _FULL = 0.95
-"""Share of the time per token that first threads and prompts take on average in an overload."""
+"""An overload begins when first threads and prompts take this share of the time per token."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -196,7 +196,8 @@ class Pacing:
     def _average(self, first_s: float, all_s: float, limit_s: float) -> None:
         """Note how long the step would take with first threads only, and with all threads.
 
-        An overload begins when the first fill the steps on average, and ends when all fit.
+        On average: an overload begins when first threads fill the steps, and ends when all threads
+        fit.
         """
         now_s, most_s = self._clock(), _MOST * limit_s
         since_s = now_s - self._planned_s

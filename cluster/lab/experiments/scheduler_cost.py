@@ -193,6 +193,14 @@ def _round(pools: Mapping[Way, ProcessPoolExecutor]) -> dict[Way, RunCost]:
 # ---- in the process of a way --------------------------------------------------------------------
 
 
+class _Request(NamedTuple):
+    """A request to the engine, with the tokens that it generates, by replay key."""
+
+    prompt_ids: Sequence[int]
+    scripts: Mapping[str, Sequence[int]]
+    max_tokens: int
+
+
 class _Running(NamedTuple):
     engine: _MeasuredEngine
     folder: TemporaryDirectory[str]
@@ -226,11 +234,11 @@ class _MeasuredEngine:
         # As in a server.
         processor.records.keep_trees = False
         self._scheduler: Any = engine.scheduler
-        self._way = way
         self._forked = way == "ours, forked"
         self._streams = settings.streams
-        self._answers = _answers(settings)
-        self._num_tokens = sum(answer.text_tokens for answer in self._answers)
+        answers = _answers(settings)
+        self._requests = _requests(way, answers)
+        self._num_tokens = sum(answer.text_tokens for answer in answers)
         self._cost = RunCost()
         self._num_generated = 0
         self._digest = hashlib.blake2b(digest_size=16)
@@ -253,7 +261,9 @@ class _MeasuredEngine:
         self._num_generated = 0
         self._digest = hashlib.blake2b(digest_size=16)
         self._block_names = {}
-        num_left = self._submit_all()
+        for number, request in enumerate(self._requests):
+            self._submit(number, request)
+        num_left = len(self._requests)
         # As in vLLM's engine core: objects from before a run are exempt from garbage collection.
         gc.collect()
         gc.freeze()
@@ -272,35 +282,15 @@ class _MeasuredEngine:
         sharing = getattr(self._scheduler, "block_sharing", None)
         return 0 if sharing is None else int(sharing.counters.forks)
 
-    def _submit_all(self) -> int:
-        """Submit the requests of all answers; return their number."""
-        requests: list[tuple[Sequence[int], Mapping[str, Sequence[int]], int]] = [
-            (answer.prompt_ids, answer.scripts(forked=self._forked), answer.max_tokens)
-            for answer in self._answers
-        ]
-        if self._way == "vLLM, a request per thread":
-            requests = [
-                # Ended by its last token, like a thread, and not by the limit.
-                (prompt, {"": generated}, len(generated) + 1)
-                for prompt, generated in thread_requests(self._answers)
-            ]
-        for number, (prompt, scripts, max_tokens) in enumerate(requests):
-            self._submit(number, prompt, scripts, max_tokens)
-        return len(requests)
-
-    def _submit(
-        self,
-        number: int,
-        prompt_ids: Sequence[int],
-        scripts: Mapping[str, Sequence[int]],
-        max_tokens: int,
-    ) -> None:
+    def _submit(self, number: int, request: _Request) -> None:
         from vllm import SamplingParams
 
-        sampling = replay_sampling(scripts, max_tokens=max_tokens, streams=self._streams)
+        sampling = replay_sampling(
+            request.scripts, max_tokens=request.max_tokens, streams=self._streams
+        )
         sampling["extra_args"]["apar_enabled"] = self._forked
         sampling["detokenize"] = self._streams
-        prompt = {"prompt_token_ids": list(prompt_ids)}
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
         params = SamplingParams(**sampling)
         self._llm_engine.add_request(f"{number}", prompt, params, arrival_time=float(number))
 
@@ -395,27 +385,36 @@ def _engine(way: Way, settings: SchedulerCostSettings, folder: Path) -> OfflineE
     return engine
 
 
-def thread_requests(answers: Sequence[ReplayAnswer]) -> list[tuple[list[int], list[int]]]:
-    """Return the prefix and the generated tokens of every thread of all answers.
+def _requests(way: Way, answers: Sequence[ReplayAnswer]) -> list[_Request]:
+    """Return the requests that a way of scheduling gets."""
+    if way == "vLLM, a request per thread":
+        return _thread_requests(answers)
+    forked = way == "ours, forked"
+    return [
+        _Request(answer.prompt_ids, answer.scripts(forked=forked), answer.max_tokens)
+        for answer in answers
+    ]
+
+
+def _thread_requests(answers: Sequence[ReplayAnswer]) -> list[_Request]:
+    """Return a request for each thread of all answers, whose prompt is the thread's prefix.
 
     Parents come before all children, so that a child finds most of its prefix in the cache.
     """
     from cluster.lab.virtual.text import virtual_text
 
     tokens = virtual_text().tokens
-    found: list[tuple[int, list[int], list[int]]] = []
+    found: list[tuple[int, _Request]] = []
     for answer in answers:
         texts = thread_texts(answer.tree)
-        found += [
-            (
-                name.count("."),
-                thread_prefix(texts, name, answer.prompt_ids, tokens.fork_id, tokens.child_id),
-                text.generated(tokens.fork_id, tokens.end_id),
-            )
-            for name, text in texts.items()
-        ]
+        for name, text in texts.items():
+            prefix = thread_prefix(texts, name, answer.prompt_ids, tokens.fork_id, tokens.child_id)
+            generated = text.generated(tokens.fork_id, tokens.end_id)
+            # Ended by its last token, like a thread, and not by the limit.
+            request = _Request(prefix, {"": generated}, len(generated) + 1)
+            found.append((name.count("."), request))
     found.sort(key=lambda each: each[0])
-    return [(prefix, generated) for _, prefix, generated in found]
+    return [request for _, request in found]
 
 
 def _answers(settings: SchedulerCostSettings) -> list[ReplayAnswer]:

@@ -135,16 +135,15 @@ def test_at_no_rate_do_adaptive_forks_keep_fewer_requests_within_the_slo() -> No
     data = RecordedData([*(plain(*each) for each in PLAIN), *LISTS], None)
     capacity = replica_capacity(settings.base, data)
 
+    def run(place: int, method: str, token_s: float | None = None) -> RateRun:
+        nominal = goodput.nominal_requests(settings, data, method, capacity)
+        return goodput.run_rate(settings, method, token_s, nominal, place)
+
     for share_of_capacity in (0.3, 0.6, 0.75, 0.9, 1.05):
         place = rate_place(share_of_capacity * capacity)
-
-        def run(method: str, token_s: float | None, place: int = place) -> RateRun:
-            nominal = goodput.nominal_requests(settings, data, method, capacity)
-            return goodput.run_rate(settings, method, token_s, nominal, place)
-
-        others = [run(method, None) for method in (NO_FORKS, "eager")]
+        others = [run(place, method) for method in (NO_FORKS, "eager")]
         for slo in settings.objectives:
-            adaptive = run(ADAPTIVE, slo.token_s).shares[slo.text]
+            adaptive = run(place, ADAPTIVE, slo.token_s).shares[slo.text]
             best = max(other.shares[slo.text] for other in others)
             assert adaptive >= best - MARGIN, (slo.text, share_of_capacity, adaptive, best)
 
