@@ -5,6 +5,7 @@ prefill, speculation.
 """
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -138,6 +139,8 @@ def generate_with_rests(
     """Let threads rest where a step would have more than 18 tokens; count the rests."""
     scheduler = engine.scheduler
     scheduler.admission.policy = MostTokens(18)
+    # Nothing counts as an overload, in which no thread rests.
+    scheduler.pacing.memory_s = math.inf
     num_rests, plan = [0], scheduler.pacing.plan
 
     def counted(*args: Any) -> StepPlan:
