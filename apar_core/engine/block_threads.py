@@ -46,8 +46,8 @@ class BlockThreads(RequestThreads):
 
     def feed(self, output: EngineCoreOutput) -> Sequence[str]:
         """Add one thread's output; return the engine request ids of its new children."""
-        if self.tree.threads[self._threads[output.request_id]].discarded:
-            return []  # The scheduler has not cancelled it yet.
+        if self._is_discarded(output):
+            return []
         if self._waiting and output.new_token_ids and not self.tree.finished:
             self._join(self._threads[output.request_id])
         return super().feed(output)

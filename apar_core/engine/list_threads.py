@@ -82,9 +82,7 @@ class ListThreads(RequestThreads):
 
     def feed(self, output: EngineCoreOutput) -> Sequence[str]:
         """Add one thread's output; return the engine request ids of its new children."""
-        if self.tree.threads[self._threads[output.request_id]].discarded:
-            if self.follower is not None:
-                self.follower.add(output)
+        if self._is_discarded(output):
             return ()
         return super().feed(output)
 

@@ -192,6 +192,16 @@ class RequestThreads:
             self._finish(thread, output, ended=ended)
         return children
 
+    def _is_discarded(self, output: EngineCoreOutput) -> bool:
+        """Count an output of a thread that the scheduler has not cancelled yet."""
+        if not self.tree.threads[self._threads[output.request_id]].discarded:
+            return False
+        if self.follower is not None:
+            self.follower.add(output)
+        ended = _ended_itself(output, self.parameters)
+        self.tree.discarded_tokens += len(output.new_token_ids) - ended
+        return True
+
     def _feed_tokens(self, thread: ThreadId, output: EngineCoreOutput, *, ended: bool) -> list[str]:
         """Add the tokens of one output; return the engine request ids of its new children."""
         token_ids = output.new_token_ids

@@ -151,6 +151,9 @@ class ThreadTags:
         """Read what the threads have written since the last call."""
         for thread in self._threads.values():
             self._read(thread)
+        if ROOT_THREAD not in self._threads:
+            # Its paragraphs tell the order of its children.
+            self._begin(ROOT_THREAD, self.tree.threads[ROOT_THREAD])
         # A thread stands in the tree after its parent; one that its parent has not joined has no
         # place yet.
         new = [
@@ -159,8 +162,7 @@ class ThreadTags:
             if thread_id not in self._threads and not record.is_apart
         ]
         for thread_id, record in sorted(new, key=lambda each: self._place(each[1])):
-            self._threads[thread_id] = thread = self._begin(thread_id, record)
-            self._read(thread)
+            self._begin(thread_id, record)
 
     def _place(self, record: ThreadRecord[Any]) -> int:
         """Return the place of a thread among its siblings, if they have joined in another order."""
@@ -200,7 +202,8 @@ class ThreadTags:
         updates = (self._update(thread) for thread in self._threads.values())
         return [update for update in updates if update is not None]
 
-    def _begin(self, thread_id: ThreadId, record: ThreadRecord[Any]) -> _Thread:
+    def _begin(self, thread_id: ThreadId, record: ThreadRecord[Any]) -> None:
+        """Add a thread after its parent, and read it."""
         fork = self._root_fork
         if record.parent is not None:
             fork = self._threads[record.parent].forks[record.first_node]
@@ -219,7 +222,8 @@ class ThreadTags:
             self._decode(thread, token_id)
         for item in fork.first_node.lead:
             self._decode(thread, item.token_id)
-        return thread
+        self._threads[thread_id] = thread
+        self._read(thread)
 
     def _open_paragraph(self, thread: _Thread) -> None:
         paragraph = _Paragraph(thread, len(thread.paragraphs))

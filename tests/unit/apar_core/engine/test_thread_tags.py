@@ -16,7 +16,14 @@ from apar_core.engine.thread_tags import ThreadTags
 from apar_core.fork_parameters import ForkParameters
 from apar_core.formats.blocks import BlockRules
 from apar_core.tree.thread_names import ThreadId
-from tests.fakes.block_scripts import FORMATS, Script, block_parameters, block_scripts
+from tests.fakes.block_scripts import (
+    FORMATS,
+    RESULTS,
+    Script,
+    block_parameters,
+    block_scripts,
+    tokens,
+)
 from tests.fakes.block_scripts import TOKENIZER as CHARACTERS
 from tests.fakes.examples import num_examples
 from tests.fakes.tagged_client import (
@@ -234,6 +241,20 @@ def play(threads: BlockThreads, script: Script) -> Iterator[None]:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @given(st.data())
 def test_threads_that_wait_are_rebuilt_and_say_so(name: str, data: st.DataObject) -> None:
+    check_that_wait(name, data.draw(block_scripts(FORMATS[name])), steps_per_chunk=1)
+
+
+@pytest.mark.parametrize("steps_per_chunk", [1, 20, 30, 40, 1000])
+def test_a_child_may_be_joined_before_its_parent_is_shown(steps_per_chunk: int) -> None:
+    script = {
+        "": tokens("<FORK-1>north</FORK-1><JOIN-1>One.", ends=True),
+        "0": tokens("It is far.<RETURN>Oslo</RETURN>", ends=True),
+    }
+    check_that_wait(RESULTS.name, script, steps_per_chunk=steps_per_chunk)
+
+
+def check_that_wait(name: str, script: Script, *, steps_per_chunk: int) -> None:
+    """Check what a client sees of threads of which some wait for others."""
     parameters = block_parameters(FORMATS[name])
     assert parameters.blocks is not None
     rules = BlockRules(FORMATS[name], CHARACTERS)
@@ -242,7 +263,9 @@ def test_threads_that_wait_are_rebuilt_and_say_so(name: str, data: st.DataObject
     threads.tag(tags)
     reader, ordered = TaggedReader(in_order=FORMATS[name].parent == "waits"), ""
 
-    for _ in play(threads, data.draw(block_scripts(FORMATS[name]))):
+    for number, _ in enumerate(play(threads, script), start=1):
+        if number % steps_per_chunk > 0 and not threads.tree.finished:
+            continue
         for output in threads.take():
             for token_id in output.new_token_ids:
                 tags.note(CHARACTERS.decode([token_id]))
