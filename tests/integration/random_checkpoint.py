@@ -16,16 +16,18 @@ def write_checkpoint(
     *,
     context_tokens: int = 256,
     spread: float = 0.02,
+    width: int = 64,
 ) -> Path:
     """A small random Llama whose tokenizer knows single bytes and the given special tokens.
 
     `boosted` tokens have logits that spread by this factor more than others, so that they are
-    chosen now and then. `spread` is the standard deviation of the weights.
+    chosen now and then. `spread` is the standard deviation of the weights. `width` is a multiple of
+    64.
     """
     tokenizer = _bytes_tokenizer(special_tokens)
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(_text_config(tokenizer, context_tokens, spread))
+    model = LlamaForCausalLM(_text_config(tokenizer, context_tokens, spread, width))
     _boost(model, tokenizer, boosted or {})
     model.save_pretrained(directory)
     return directory
@@ -110,14 +112,17 @@ def _bytes_tokenizer(special_tokens: tuple[str, ...]) -> PreTrainedTokenizerFast
 
 
 def _text_config(
-    tokenizer: PreTrainedTokenizerFast, context_tokens: int = 256, spread: float = 0.02
+    tokenizer: PreTrainedTokenizerFast,
+    context_tokens: int = 256,
+    spread: float = 0.02,
+    width: int = 64,
 ) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=width,
         num_hidden_layers=1,
-        num_attention_heads=2,
+        num_attention_heads=max(2, width // 64),
         max_position_embeddings=context_tokens,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

@@ -118,17 +118,20 @@ def read_stream(
     body: dict[str, Any],
     when: Callable[[Answer], bool] = lambda _: False,
     then: Callable[[], None] | None = None,
+    *,
+    in_order: bool = True,
 ) -> Answer:
     """Read a stream to its end; call `then` at the first chunk for which `when` is true.
 
-    Until then the engines are slow, so that the answer is not complete before.
+    Until then the engines are slow, so that the answer is not complete before. `in_order` is as for
+    `TaggedReader`.
     """
     body = body | {
         "stream": True,
         "temperature": 0,
         "stream_options": {"include_usage": True},
     }
-    answer, done = Answer(), False
+    answer, done = Answer(reader=TaggedReader(in_order=in_order)), False
     headers = authorization() | {"x-request-id": answer.request_id}
     with ExitStack() as slow, httpx.Client(timeout=TIMEOUT_S) as client:
         if then is not None:
