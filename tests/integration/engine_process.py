@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -39,16 +39,21 @@ def engine_args(**overrides: Any) -> dict[str, Any]:
 
 
 class EngineProcess:
-    """Calls functions that take an `OfflineEngine` and return a picklable value."""
+    """Calls functions that take an `OfflineEngine` and return a picklable value.
 
-    def __init__(self, **overrides: Any) -> None:
+    `environment`: variables of the engine's process, beside those of the first engine's creator.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None, **overrides: Any) -> None:
         # Compiling vLLM's n-gram proposer takes half a minute, and running it without seconds.
         os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self._connection, theirs = context.Pipe()
         arguments = engine_args(**overrides)
-        self._process = context.Process(target=_serve, args=(theirs, arguments), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, arguments, dict(environment or {})), daemon=True
+        )
         self._process.start()
         theirs.close()
         self.warnings: list[str] = self._receive(START_TIMEOUT_S)
@@ -88,7 +93,8 @@ class _Warnings(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
+def _serve(connection: Connection, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     from apar_core.engine.offline_engine import OfflineEngine
     from tests.integration.small_blocks import offer_small_blocks
