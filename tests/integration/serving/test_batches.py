@@ -10,10 +10,12 @@ from typing import Any
 import openai
 import pytest
 
+from cluster.local_ray import free_port
 from deployments.config.keys import hash_of
 from deployments.gateway.batches.store import SqliteBatches
 from deployments.metrics import catalogue
 from tests.fakes.quick_start import program
+from tests.integration.random_checkpoint import write_encoder
 from tests.integration.serving.apar_process import (
     ENGINE,
     GATEWAY,
@@ -25,6 +27,7 @@ from tests.integration.serving.apar_process import (
     serving,
 )
 from tests.integration.serving.metrics_reading import metrics_url, read_when
+from tests.unit.deployments.gateway.test_shared_rates import redis
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CHAT = "/v1/chat/completions"
@@ -39,20 +42,20 @@ KEYS = [{"name": "plain", "hash": hash_of(TOKEN)}, {"name": "other", "hash": has
 WAIT_S = 300.0
 
 
-def jsonl(num_lines: int, **fields: Any) -> bytes:
-    """A file of chats whose answers have the same length."""
+def jsonl(num_lines: int, *, path: str = CHAT, **fields: Any) -> bytes:
+    """A file of equal requests; chats have answers of the same length."""
+    body = BODY | fields if path == CHAT else fields
     lines = (
-        {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": BODY | fields}
+        {"custom_id": f"line-{number}", "method": "POST", "url": path, "body": body}
         for number in range(1, num_lines + 1)
     )
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
-def start(client: openai.OpenAI, data: bytes) -> Any:
+def start(client: openai.OpenAI, data: bytes, path: str = CHAT) -> Any:
     file = client.files.create(file=("input.jsonl", data), purpose="batch")
-    return client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
+    endpoint: Any = path
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
 
 
 def wait(client: openai.OpenAI, batch_id: str, *, num_done: int | None = None) -> Any:
@@ -169,4 +172,74 @@ async def test_a_batch_survives_the_death_of_its_gateways(tmp_path: Path) -> Non
         ]
         # Among them the completion's id and time: an answered line was not generated again.
         assert set(kept) <= set(lines)
+        server.wait_until_idle()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "model": "apar-tiny",
+        "prompt": "Give me 3 tips for sleeping well.",
+        "max_tokens": 60,
+        "temperature": 0,
+    },
+    "/v1/responses": {
+        "model": "apar-tiny",
+        "input": "Give me 3 tips for sleeping well.",
+        "max_output_tokens": 60,
+        "temperature": 0,
+        "store": False,
+    },
+    "/v1/embeddings": {"model": "embedding", "input": ["hello", "you"]},
+}
+"""A request of each endpoint besides chats."""
+
+
+def content(path: str, answer: Any) -> Any:
+    """Return what an answer says, without ids and times."""
+    if path == "/v1/embeddings":
+        return [each["embedding"] for each in answer["data"]]
+    if path == "/v1/responses":
+        return [part["text"] for item in answer["output"] for part in item["content"]]
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def test_batches_of_the_other_endpoints_in_redis_outlive_a_gateway(tmp_path: Path) -> None:
+    num_lines, port = 40, free_port()
+    encoder: dict[str, Any] = {
+        "checkpoint": str(write_encoder(tmp_path / "encoder")),
+        "name": "embedding",
+        "cpu_threads": 1,
+        "kv_cache_gib": 0.1,
+        "engine": {"enforce_eager": True, "dtype": "float32"},
+    }
+    narrow = TINY | {"max_concurrency": 4}
+    limits = {"rate_storage": f"redis://127.0.0.1:{port}"}
+    with (
+        redis(port),
+        serving(tmp_path, narrow, encoder, gateways=2, keys=KEYS, limits=limits) as server,
+    ):
+        client = server.openai().with_options(max_retries=10)
+        batches = {
+            path: start(client, jsonl(num_lines, path=path, **body), path)
+            for path, body in OTHERS.items()
+        }
+        wait(client, batches["/v1/completions"].id, num_done=5)
+        with held(server.processes(ENGINE)):
+            server.processes(GATEWAY)[0].kill()
+
+        for path, batch in batches.items():
+            done = wait(client, batch.id)
+            assert (done.status, done.request_counts.completed) == ("completed", num_lines), path
+            answers = output(client, done)
+            assert [each["custom_id"] for each in answers] == [
+                f"line-{number}" for number in range(1, num_lines + 1)
+            ]
+            direct = content(path, server.post(path, json=OTHERS[path]).json())
+            assert len(direct) > 0
+            if path == "/v1/embeddings":
+                direct = [pytest.approx(each, abs=1e-5) for each in direct]
+            for each in answers:
+                assert content(path, each["response"]["body"]) == direct, path
+        # Nothing went into a file instead.
+        assert not list((tmp_path / "state").rglob("keys-*.db"))
         server.wait_until_idle()

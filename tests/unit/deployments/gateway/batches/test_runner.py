@@ -404,6 +404,32 @@ async def test_one_key_after_the_other_and_within_the_room(open_again: Open) -> 
     await gateway.runner.close()
 
 
+async def test_lines_that_hang_leave_the_batches_of_other_keys_a_share(open_again: Open) -> None:
+    resumed = asyncio.Event()
+
+    async def hang(call: LineCall) -> LineAnswer:
+        if call.caller.name == "a":
+            await resumed.wait()
+        return LineAnswer(200, call.body)
+
+    store = open_again()
+    gateway = Gateway(store, hang, lines_at_once=12)
+    slow = await created(store, 60, "a")
+    # One running batch of two shares: a half of all lines.
+    await until(lambda: len(gateway.calls) == 6)
+
+    quick = await created(store, 30, "b")
+    done = await ended(store, quick)
+
+    assert done.status is Status.COMPLETED
+    assert gateway.runner.room.num_lines == 6
+    assert Counter(call.batch_id for call in gateway.calls) == {slow.id: 6, quick.id: 30}
+    resumed.set()
+    assert (await ended(store, slow)).status is Status.COMPLETED
+    assert gateway.most <= 12
+    await gateway.runner.close()
+
+
 class Flaky:
     """A store, or a gateway's keys, that fails every third time it is asked."""
 
