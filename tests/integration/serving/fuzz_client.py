@@ -102,24 +102,26 @@ def options(draw: random.Random) -> dict[str, Any]:
         "parent_request_id": draw.choice(["agent-1", "agent-2"]),
         "replay": {"": [5, 6, 2]},
     }
-    return {name: known[name] for name in draw.sample(sorted(known), draw.randrange(4))}
+    return {name: known[name] for name in draw.sample(sorted(known), draw.choice([0, 0, 1, 2, 3]))}
 
 
 def make_servable(case: Case[Any], draw: random.Random) -> None:
-    """Let most requests pass the gateway and half of them reach the engine, with short answers.
+    """Let most requests pass the gateway and a part of them reach the engine, with short answers.
 
-    Few generated requests are valid, so every other one keeps only some of its fields beside a
-    valid prompt, and has valid options of ours.
+    Few generated requests are valid, so two of three keep only some of their fields beside a valid
+    prompt, and have valid options of ours.
     """
     path = case.path
     body: Any = case.body
     if not isinstance(body, dict) or path not in ROUTES:
         return
-    if draw.random() < 0.5 and path in SERVABLE:
-        kept = draw.sample(sorted(body), min(len(body), draw.randrange(4)))
+    if draw.random() < 0.67 and path in SERVABLE:
+        kept = draw.sample(sorted(body), min(len(body), draw.choice([0, 0, 1, 2])))
         body = {name: body[name] for name in kept} | dict(SERVABLE[path])
         if ROUTES[path].forks:
-            body["apar"] = options(draw)
+            body["apar"] = chosen = options(draw)
+            if "stream" in chosen:
+                body["stream"] = True
             if draw.random() < 0.3:
                 body["priority"] = draw.randrange(-1000, 1000)
             if "prompt" in body and draw.random() < 0.2:
@@ -143,7 +145,7 @@ def headers_of(case: Case[Any], draw: random.Random) -> dict[str, str]:
     """Return a key, mostly one that may do what the request asks for, and now and then hints."""
     token = ADMIN if case.path.startswith("/admin") else TOKEN
     found = authorization(token if draw.random() < 0.95 else draw.choice([TOKEN, "unknown"]))
-    if case.path in ROUTES and draw.random() < 0.2:
+    if case.path in ROUTES and draw.random() < 0.1:
         found["x-apar-deadline-ms"] = str(draw.choice([*DEADLINES_MS, "soon"]))
         found["x-apar-expected-tokens"] = str(draw.choice([10, -1]))
     return found
@@ -201,9 +203,58 @@ class Findings:
             self.failures.setdefault(f"{case.method} {case.path}: {kind}", f"{detail}\n{sent}")
 
 
+BATCH_PATHS = ("/v1/files", "/v1/batches")
+"""Collections of the Batch API."""
+
+
+def batch_file(draw: random.Random) -> bytes:
+    """Return the input of a batch with some lines, of which one may be wrong."""
+    lines = (
+        {
+            "custom_id": str(draw.randrange(100)),
+            "method": "POST",
+            "url": draw.choice(["/v1/chat/completions", "/v1/chat/completions", "/v1/completions"]),
+            "body": {"model": MODEL, "messages": MESSAGES, "max_tokens": MAX_TOKENS},
+        }
+        for _ in range(draw.randrange(3))
+    )
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+class BatchRecords:
+    """Files and batches that the server has created, for later requests to name."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, list[str]] = {path: [] for path in BATCH_PATHS}
+
+    def name_some(self, case: Case[Any], draw: random.Random) -> None:
+        """Let most requests to the Batch API name what exists, and most uploads be valid."""
+        files, batches = self._ids.values()
+        for name, known in (("file_id", files), ("batch_id", batches)):
+            if name in case.path_parameters and known and draw.random() < 0.7:
+                case.path_parameters[name] = draw.choice(known)
+        if draw.random() < 0.3 or case.method != "POST":
+            return
+        if case.path == "/v1/files":
+            form: Any = {"file": batch_file(draw), "purpose": "batch"}
+            case.body = form
+        elif case.path == "/v1/batches" and files:
+            case.body = {
+                "input_file_id": draw.choice(files),
+                "endpoint": "/v1/chat/completions",
+                "completion_window": "24h",
+            }
+
+    def note(self, case: Case[Any], answer: Any) -> None:
+        """Remember what was created."""
+        if case.path in BATCH_PATHS and case.method == "POST" and answer.status_code == 200:
+            self._ids[case.path].append(answer.json()["id"])
+
+
 def sender(http: requests.Session, findings: Findings, num_seed: int) -> Callable[[Any], None]:
     """Return what sends a case and checks the answer."""
     created: list[str] = []
+    records = BatchRecords()
 
     def send(case: Case[Any]) -> None:
         draw = random.Random(f"{num_seed} {case.method} {case.path} {case.body!r} {case.query}")
@@ -212,6 +263,7 @@ def sender(http: requests.Session, findings: Findings, num_seed: int) -> Callabl
         if case.path == "/health/{model}" and draw.random() < 0.5:
             case.path_parameters["model"] = MODEL
         make_servable(case, draw)
+        records.name_some(case, draw)
         began_s = time.monotonic()
         try:
             answer = case.call(session=http, timeout=ANSWER_S, headers=headers_of(case, draw))
@@ -222,6 +274,7 @@ def sender(http: requests.Session, findings: Findings, num_seed: int) -> Callabl
         findings.statuses[f"{case.method} {case.path} {answer.status_code}"] += 1
         if case.path == "/admin/keys" and answer.status_code == 201:
             created.append(answer.json()["name"])
+        records.note(case, answer)
         try:
             checks = CHECKS if missed_deadline(answer) else [not_a_server_error, *CHECKS]
             case.validate_response(answer, checks=checks)
@@ -242,8 +295,13 @@ def main(url: str, num_examples: int, num_seed: int) -> None:
     with requests.Session() as http:
         http.mount(url, OddTransport())
         send = sender(http, findings, num_seed)
-        for found in api.get_all_operations():
-            operation = found.ok()  # type: ignore[union-attr]  # an error raises
+        operations = [
+            found.ok()  # type: ignore[union-attr]  # an error raises
+            for found in api.get_all_operations()
+        ]
+        # What a path names is created first, and deleted last.
+        operations.sort(key=lambda each: (each.method.upper() == "DELETE", "{" in each.path))
+        for operation in operations:
 
             @seed(num_seed)
             @settings(

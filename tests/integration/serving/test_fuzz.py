@@ -16,10 +16,17 @@ import httpx
 import pytest
 
 from deployments.replica.openapi import OFFERED
+from deployments.wire.own_routes import OWN_OPERATIONS
 from deployments.wire.routes import ROUTES
 from tests.integration.random_checkpoint import write_encoder
 from tests.integration.serving.apar_process import TINY, authorization
-from tests.integration.serving.fuzz_client import ADMIN, EMBEDDING, LISTS, SERVABLE
+from tests.integration.serving.fuzz_client import (
+    ADMIN,
+    BATCH_PATHS,
+    EMBEDDING,
+    LISTS,
+    SERVABLE,
+)
 from tests.integration.serving.shared_server import KEYS, MODEL, SharedServer, key
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(0)]
@@ -28,6 +35,12 @@ CLIENTS = int(os.environ.get("APAR_FUZZ_CLIENTS", "2"))
 SEED = int(os.environ.get("APAR_FUZZ_SEED", "0"))
 LEAST_REACHING = 0.1
 """Least share of the requests of a servable path that must be answered by a replica."""
+BATCH_OPERATIONS = [
+    f"{method} {path}"
+    for path, operations in OWN_OPERATIONS.items()
+    for method in operations
+    if path.startswith(BATCH_PATHS)
+]
 
 
 def test_made_up_requests_get_answers_or_clean_errors(
@@ -79,6 +92,9 @@ def test_made_up_requests_get_answers_or_clean_errors(
     for path in SERVABLE:
         of_path = {name: number for name, number in statuses.items() if f" {path} " in name}
         assert statuses[f"POST {path} 200"] >= LEAST_REACHING * sum(of_path.values()), of_path
+    for operation in BATCH_OPERATIONS:
+        # A batch may have ended before it is cancelled.
+        assert statuses[f"{operation} 200"] + statuses[f"{operation} 409"] > 0, operation
     assert statuses["POST /admin/keys 201"] > 0
     assert statuses["DELETE /admin/keys/{name} 200"] > 0
     assert statuses["GET /admin/usage 200"] > 0
