@@ -173,9 +173,13 @@ def test_ray_data_loses_no_row_when_a_process_of_a_replica_is_killed(
             stderr=subprocess.STDOUT,
         )
     try:
-        wait_for(lambda: len(lines_of(out)) >= ROWS // 4, batch, log)
-        found = processes_called(victim, cluster)
-        assert len(found) == 2, found
+        found: list[psutil.Process] = []
+
+        def both_replicas_run() -> bool:
+            found[:] = processes_called(victim, cluster)
+            return len(found) == 2 and len(lines_of(out)) >= ROWS // 8
+
+        wait_for(both_replicas_run, batch, log)
         os.kill(found[0].pid, signal.SIGKILL)
         num_at_kill = len(lines_of(out))
         assert batch.wait(PATIENCE_S) == 0, log.read_text(errors="replace")
