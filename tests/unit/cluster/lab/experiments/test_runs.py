@@ -182,6 +182,7 @@ def test_clients_that_keep_the_limit_do_what_the_engine_does_with_its_own(
     assert by_clients.samples == by_engine.samples
 
 
+@pytest.mark.ci
 def test_lists_pay_with_one_request_and_are_declined_where_they_do_not(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

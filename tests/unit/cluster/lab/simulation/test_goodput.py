@@ -86,6 +86,7 @@ def test_forks_take_three_steps_of_a_limit_on_silence() -> None:
     assert Objective("", {"tpot": 0.03, "silence": 0.3}).token_s == pytest.approx(0.03)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", [NO_FORKS, "eager"])
 def test_the_highest_rate_meets_the_slo_and_no_rate_exceeds_the_bound(method: str) -> None:
     settings = settings_of(STRICT, FORKS_ONLY)
