@@ -201,7 +201,11 @@ class ForkOutputProcessor(OutputProcessor):
         for output in engine_core_outputs if self._plain else ():
             if (follower := self._plain.get(output.request_id)) is not None:
                 follower.add(output)
-                follower.certain(len(output.new_token_ids))
+                num_text = len(output.new_token_ids)
+                if output.finish_reason == FinishReason.STOP and output.stop_reason is None:
+                    # The last token is the model's end token: it is not named as the reason.
+                    num_text = max(0, num_text - 1)
+                follower.certain(num_text)
         if self._unforked:
             self._watch_unforked(engine_core_outputs)
         for output in engine_core_outputs if self._tagged else ():

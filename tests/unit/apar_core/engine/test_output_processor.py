@@ -82,7 +82,7 @@ def test_request_sees_one_text_and_no_control_tokens() -> None:
     ("kind", "certain"),
     [
         ({}, [1, 1, 4]),  # The text of the fork's child comes first.
-        ({"plain": True}, [2, 5, 7]),
+        ({"plain": True}, [2, 5, 6]),
         ({"enabled": False}, [2, 5, 6]),
     ],
 )
