@@ -30,6 +30,7 @@ def averages(report: dict[str, Any], part: str = "answers") -> dict[str, float]:
     return values
 
 
+@pytest.mark.ci
 @needs_data
 def test_real_answers_are_counted_as_the_sources_figures_say(tmp_path: Path) -> None:
     trace = DATA / "traces" / "structured.jsonl"

@@ -206,6 +206,7 @@ def answers_with(engine: OfflineEngine, message: str, parameters: list[dict[str,
     return [answer.token_ids for answer in answers], core_state(engine.scheduler)
 
 
+@pytest.mark.ci
 def test_sampling_parameters_of_a_mixed_batch_hold_for_guesses(engine: EngineProcess) -> None:
     parameters = [{**each, "max_tokens": 60} for each in PARAMETERS]
 

@@ -117,6 +117,7 @@ def test_a_client_that_leaves_a_stream_pays_for_its_prompt(server: Server) -> No
     assert server.record("left")["prompt_tokens"] == whole.usage.prompt_tokens
 
 
+@pytest.mark.ci
 def test_a_key_over_its_request_rate_is_told_when_to_retry(server: Server) -> None:
     wait_for_a_new_minute()
     client = server.openai("few")

@@ -48,6 +48,7 @@ def interpreted(*arguments: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ci
 def test_the_kernel_equals_the_reference_and_the_comparison_notices_errors() -> None:
     found = interpreted("few")
 

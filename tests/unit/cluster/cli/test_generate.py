@@ -32,6 +32,7 @@ def num_passes(output: str) -> int:
     return int(found.group(1))
 
 
+@pytest.mark.ci
 def test_forking_decoders_print_the_same_list() -> None:
     vanilla, medusa, prompted = (
         generate(LIST_PROMPT, "--decoder", name)
@@ -45,6 +46,7 @@ def test_forking_decoders_print_the_same_list() -> None:
     assert "[Fork]" not in vanilla[1]
 
 
+@pytest.mark.ci
 def test_threads_are_shown_with_their_forward_passes() -> None:
     shown = {name: generate(LIST_PROMPT, "--decoder", name, "--show-threads") for name in DECODERS}
 

@@ -84,6 +84,7 @@ def num_passes(found: list[DecodedAnswer]) -> int:
     return sum(len(answer.trace) for answer in found)
 
 
+@pytest.mark.ci
 def test_vanilla_apar_decodes_every_thread_like_plain_decoding_of_its_prefix() -> None:
     tokens = tree_tokens(tokenizer())
     reference = TransformersThreadDecoder(model(), tokens, tokens.end_id)

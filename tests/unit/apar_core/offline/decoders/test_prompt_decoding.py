@@ -393,6 +393,7 @@ def compared_on_apar_tiny(name: DecoderName, reference: DecoderName, num_prompts
     return result
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "reference"), PAIRS)
 def test_on_apar_tiny_random_prompt_tokens_and_trees_change_no_thread(
     name: DecoderName, reference: DecoderName

@@ -45,6 +45,7 @@ PAIRS: tuple[tuple[DecoderName, DecoderName], ...] = (
 )
 
 
+@pytest.mark.ci
 @settings(max_examples=num_examples(25), deadline=None)
 @given(
     st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=12),

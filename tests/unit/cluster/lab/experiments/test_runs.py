@@ -317,6 +317,7 @@ def workload_of(settings: ExperimentSettings, **given: Any) -> Workload:
     return load_workload(settings.trace, text, text.tokens, 9, **{**limits, **given})
 
 
+@pytest.mark.ci
 def test_a_short_trace_is_repeated_and_a_long_one_sampled(settings: ExperimentSettings) -> None:
     def ids(**given: Any) -> list[str]:
         return [each.answer.answer_id for each in workload_of(settings, **given).questions]

@@ -175,6 +175,7 @@ def test_a_plan_recommends_the_candidate_with_the_fewest_gpus(runs: Runner) -> N
     ]  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("slos", "problem"),
     [
