@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NUM_CHATS = 16
 BLOCK_SIZE = 32
-SHORT_MEMORY = {"num_gpu_blocks_override": 40, "max_num_seqs": 32}
+SHORT_MEMORY: dict[str, Any] = {"num_gpu_blocks_override": 40, "max_num_seqs": 32}
 # In steps: stores still run when a thread could continue.
 LONG_TRANSFER = 80
 JOINED_TEXTS = {
