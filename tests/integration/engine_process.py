@@ -41,7 +41,7 @@ def engine_args(**overrides: Any) -> dict[str, Any]:
 class EngineProcess:
     """Calls functions that take an `OfflineEngine` and return a picklable value.
 
-    `environment`: variables of the engine's process, beside those of the first engine's creator.
+    `environment` sets variables in the engine's process.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, **overrides: Any) -> None:

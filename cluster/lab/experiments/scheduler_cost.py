@@ -3,9 +3,9 @@
 Forked threads are shorter than answers, and vLLM itself takes longer per row where sequences start
 and end sooner. So vLLM's scheduler also gets each thread as a request of its own.
 
-Each way of scheduling has an engine in its own process. The processes take turns of a few steps, so
-that changes of the machine's speed affect all of them equally, and no process pays for the memory
-of another. No model runs, so nothing competes with the measured code. Times are CPU time of the
+Each way of scheduling has an engine in its own process, so that none pays for the memory of
+another. The processes take turns of a few steps: changes of the machine's speed affect all of them
+equally. No model runs, so nothing competes with the measured code. Times are CPU time of the
 engine's thread.
 
 CPU time still grows when other programs use the CPU's caches. In virtual time all rounds run the

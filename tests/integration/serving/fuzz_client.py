@@ -65,6 +65,8 @@ SERVABLE: Mapping[str, Mapping[str, Any]] = {
 UNSERVABLE = ("tools", "thinking", "thinking_token_budget")
 """Fields for which the model has no parser."""
 POOLED = ("/v1/embeddings", "/pooling", "/classify", "/score", "rerank")
+BATCH_PATHS = ("/v1/files", "/v1/batches")
+"""Collections of the Batch API."""
 DEADLINES_MS = (1, 5, 50, 60_000)
 PROMPTS = (1, 2, 8, 400)
 """Numbers of prompts of a completion; with `n`, from one sequence to more than a model's cap."""
@@ -201,10 +203,6 @@ class Findings:
         if len(self.failures) < MAX_FAILURES:
             sent = json.dumps(case.body, default=repr)[:1500]
             self.failures.setdefault(f"{case.method} {case.path}: {kind}", f"{detail}\n{sent}")
-
-
-BATCH_PATHS = ("/v1/files", "/v1/batches")
-"""Collections of the Batch API."""
 
 
 def batch_file(draw: random.Random) -> bytes:
