@@ -25,6 +25,7 @@ from tests.fakes.tagged_streams import TaggedReader, chunks_of
 from tests.integration.plain_decoding import FLOAT_NOISE
 from tests.integration.random_checkpoint import write_checkpoint
 from tests.integration.serving.apar_process import TINY, Server, authorization, serving
+from tests.integration.serving.joined_answers import check_answer
 from tests.integration.serving.killed_streams import Answer, Victims, read_stream
 from tests.integration.taught_checkpoint import teach
 
@@ -260,14 +261,7 @@ def test_answers_are_those_of_a_client_that_resubmits(served: Served, name: str)
 
     for question, (whole, chunks, (reader, text, received)) in zip(questions, found, strict=True):
         answer = wanted[question]
-        assert whole.choices[0].message.content == answer.text
-        assert whole.choices[0].finish_reason == "stop"
-        assert whole.usage.completion_tokens == len(answer.token_ids)
-        statistics = whole.model_extra["apar"]
-        assert statistics["threads"] == answer.threads
-        assert statistics.get("joins", 0) == answer.joins
-        streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        assert streamed == answer.text == text == reader.text()
+        check_answer(whole, chunks, (reader, text), answer, answer.text)
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
         assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens == len(question)
         assert received[-1]["usage"]["completion_tokens"] == whole.usage.completion_tokens
