@@ -27,7 +27,7 @@ from cluster.lab.simulation.workload import PromptTokens, SimRequest
 from cluster.lab.virtual.core import CoreEvent, VirtualCore, VirtualCores
 from cluster.lab.virtual.engine import VirtualSpec
 from cluster.lab.virtual.executor import StepRecord
-from cluster.lab.virtual.reader import Reader
+from cluster.lab.virtual.reader import ListReader, Reader
 from deployments.autoscaling import ModelLoad, ReplicaReport, ScalingState, decide
 from deployments.config.model import ModelConfig
 from deployments.config.retries import MAX_DEATHS, RetryConfig, pause_before_retry_s
@@ -35,6 +35,7 @@ from deployments.config.routing import RoutingSettings
 from deployments.replica.replica import LoadReporter
 from deployments.routing.shared_router import SharedRouter
 from deployments.wire.load import ReplicaLoad
+from deployments.wire.response import ResponseEnd
 
 REPORT_DELAY_S = (0.07, 0.19)
 """Delay of a load report through Ray Serve's controller, uniformly distributed.
@@ -98,8 +99,21 @@ class Outcome:
     @property
     def critical_tokens(self) -> int:
         """Steps that the answer takes if no thread ever waits."""
-        answer = self.request.answer
-        return answer.critical_tokens if self.request.forked else len(answer.flat)
+        return self.response_end().critical_path_tokens
+
+    def response_end(self) -> ResponseEnd:
+        """Return the cost that a replica reports for the answer."""
+        request, reader = self.request, self.reader
+        if not isinstance(reader, ListReader):
+            return request.answer.end(request.prompt_tokens, forked=request.forked)
+        counts = reader.statistics(request.prompt_tokens)
+        return ResponseEnd(
+            prompt_tokens=request.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            threads=counts.threads,
+            forks=counts.forks,
+            critical_path_tokens=counts.decode_steps,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +343,7 @@ class Cluster:
         """End a request that has left the queue, served or failed."""
         gateway.num_running -= 1
         request = outcome.request
-        end = None
-        if error is None:
-            end = request.answer.end(request.prompt_tokens, forked=request.forked)
+        end = outcome.response_end() if error is None else None
         gateway.router.ended(request.request_id, end)
         self._journals.pop(request.request_id, None)
         if error is not None:

@@ -27,6 +27,8 @@ from cluster.lab.simulation.measures import middle
 from cluster.lab.simulation.runs import cluster_settings, replica_capacity
 from cluster.lab.simulation.settings import (
     ADAPTIVE,
+    LISTS,
+    LISTS_ADAPTIVE,
     NO_FORKS,
     PACED,
     TIMES,
@@ -46,9 +48,13 @@ METHODS = {
     PACED: "no forks, adaptive",
     "eager": "eager forks",
     ADAPTIVE: "adaptive forks",
+    LISTS: "lists without training",
+    LISTS_ADAPTIVE: "lists, adaptive",
 }
 """Titles of the methods to compare: whether requests fork, and the policy of the engines."""
-_UNFORKED, _TIMED = (NO_FORKS, PACED), (PACED, ADAPTIVE)
+_UNFORKED, _TIMED = (NO_FORKS, PACED), (PACED, ADAPTIVE, LISTS_ADAPTIVE)
+_LISTED = (LISTS, LISTS_ADAPTIVE)
+_POLICIES = {PACED: ADAPTIVE, LISTS: "eager", LISTS_ADAPTIVE: ADAPTIVE}
 _FLAT, _FORKED = "one thread", "forked"
 _START = 0.7
 # Answers take up to half a minute where the machine is full.
@@ -160,7 +166,7 @@ def nominal_requests(
     rate = _START * capacity
     number = max(settings.requests * settings.replicas, _LEAST_S * capacity)
     return data.workload(settings.seed).requests(
-        [(number / rate, rate)], forked=method not in _UNFORKED
+        [(number / rate, rate)], forked=method not in _UNFORKED, in_lists=method in _LISTED
     )
 
 
@@ -185,7 +191,8 @@ def run_rate(
     if token_s is not None:
         limits = {"token_time_s": token_s, "first_token_s": settings.first_token_s}
         base = base.model_copy(update=limits)
-    policy = ADAPTIVE if method == PACED else method
+    base = base.model_copy(update={"lists": method in _LISTED})
+    policy = _POLICIES.get(method, method)
     case = Case(settings.replicas, rate, None, base.router[0].value, policy)
     run = Cluster(cluster_settings(base, case)).run(scaled(nominal, rate))
     times = [times_of(outcome) for outcome in middle(run.outcomes)]
@@ -272,7 +279,8 @@ def search_rates(
 class Goodput:
     """The result of one method and SLO; `best` is None if no rate meets the SLO.
 
-    bound: `rate_bound` of the method's requests.
+    bound: `rate_bound` of the method's requests; None also for lists, whose tokens that are
+        discarded depend on the run.
     """
 
     method: str
@@ -297,7 +305,8 @@ def find_goodput(
     searches = searches_of(settings)
     missing = [search for search in searches if not store.has(search.name)]
     if missing:
-        data = read_data(settings.trace, settings.arrivals)
+        lists = any(search.method in _LISTED for search in searches)
+        data = read_data(settings.trace, settings.arrivals, lists=lists)
         done = begin("saturated rate", 1)
         rate = store.get_or_do("capacity", lambda: {"rate": replica_capacity(settings.base, data)})
         capacity = settings.replicas * rate["rate"]
@@ -317,7 +326,9 @@ def find_goodput(
             # Each search tries the next rate above its result, which is outside the SLO.
             within = [run for run in runs if run.shares[slo] >= settings.share]
             best = max(within, key=lambda run: run.place, default=None)
-            bound = bounds[_FLAT if search.method in _UNFORKED else _FORKED][slo]
+            bound = None
+            if search.method not in _LISTED:
+                bound = bounds[_FLAT if search.method in _UNFORKED else _FORKED][slo]
             results.append(Goodput(search.method, slo, best, runs, bound))
     return results
 
@@ -359,8 +370,16 @@ def goodput_report(settings: GoodputSettings, results: Sequence[Goodput]) -> Rep
 
 def _goodput_table(settings: GoodputSettings, results: Sequence[Goodput]) -> ReportTable:
     found = {(each.method, each.slo): each.rate for each in results}
-    bounds = {each.slo: each.bound for each in results if each.method not in _UNFORKED}
-    wanted = [("eager", NO_FORKS), (ADAPTIVE, NO_FORKS), (ADAPTIVE, PACED), (ADAPTIVE, "eager")]
+    bounds = {each.slo: each.bound for each in results if each.method not in (*_UNFORKED, *_LISTED)}
+    wanted = [
+        ("eager", NO_FORKS),
+        (ADAPTIVE, NO_FORKS),
+        (ADAPTIVE, PACED),
+        (ADAPTIVE, "eager"),
+        (LISTS, NO_FORKS),
+        (LISTS_ADAPTIVE, NO_FORKS),
+        (LISTS_ADAPTIVE, PACED),
+    ]
 
     def rate(method: str) -> Value:
         return Value(f"{METHODS[method]}, requests/s", ".2f", lambda slo: found[method, slo])

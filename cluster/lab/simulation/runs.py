@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from apar_core.formats.shipped_formats import LISTS
 from cluster.lab.experiments.parts import StartStage
+from cluster.lab.experiments.random_model import write_random_model
 from cluster.lab.grid import grid
 from cluster.lab.simulation.cluster import (
     Cluster,
@@ -57,6 +62,10 @@ def cluster_settings(settings: SimulationSettings, case: Case) -> ClusterSetting
     if family is not None:
         # The fork policy and the router also depend on it.
         forks |= {"attention": "family", "family": asdict(family)}
+    checkpoint: dict[str, Any] = {}
+    if settings.lists:
+        forks["parallel_format"] = LISTS.name
+        checkpoint["checkpoint"] = _llama_checkpoint(settings.model)
     spec = VirtualSpec(
         settings.device.size.config,
         settings.step_costs,
@@ -65,6 +74,7 @@ def cluster_settings(settings: SimulationSettings, case: Case) -> ClusterSetting
         max_rows=model.threads_per_replica,
         forks=forks,
         attention=None if family is None else Grouping("family", family),
+        **checkpoint,
     )
     routing: dict[str, Any] = {"policy": RoutingPolicy(case.router)}
     if settings.report_period_s is not None:
@@ -80,6 +90,14 @@ def cluster_settings(settings: SimulationSettings, case: Case) -> ClusterSetting
         gateways=settings.gateways,
         start_s=settings.start_delay_s,
     )
+
+
+@cache
+def _llama_checkpoint(model: str) -> Path:
+    """Return a folder with Llama's tokenizer and a model's shape, until the process exits."""
+    folder = TemporaryDirectory(prefix="apar-tokenizer-")
+    atexit.register(folder.cleanup)
+    return write_random_model(model, Path(folder.name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 NO_FORKS = "off"
 """Fork policy of requests that may not fork."""
 ADAPTIVE, PACED = "adaptive", "paced"
+LISTS, LISTS_ADAPTIVE = "lists", "lists-adaptive"
 TIMES = {
     "ttft": "time to the first token",
     "certain": "time to certain token, mean over the tokens of a request",
@@ -140,7 +141,7 @@ class SimulationSettings(ReplicaSettings):
     """A grid of cases and their common settings.
 
     first_token_s: time to first token that the adaptive policy may use. report_period_s: period of
-    load reports; None: the product's.
+    load reports; None: the product's. lists: engines write lists in parallel.
     """
 
     replicas: tuple[PositiveInt, ...] = (8,)
@@ -183,6 +184,7 @@ class SimulationSettings(ReplicaSettings):
     """With --autoscale: values of `catch_up_s` (seconds)."""
     first_token_s: float | None = None
     report_period_s: float | None = None
+    lists: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -262,14 +264,14 @@ class GoodputSettings(ReplicaSettings):
     that runs alone. Times: ttft, certain, tpot, path, tbt, silence, e2e. Repeatable (default: tpot
     of 0.75x, 1.5x and 3x, and 3x with silence of 5x and 10x, each with ttft=1s).
     """
-    methods: tuple[Literal["off", "paced", "eager", "adaptive"], ...] = (
+    methods: tuple[Literal["off", "paced", "eager", "adaptive", "lists", "lists-adaptive"], ...] = (
         "off",
         "paced",
         "eager",
         "adaptive",
     )
     """Methods to compare: off (no forks), paced (no forks, but the adaptive policy), eager,
-    adaptive.
+    adaptive; lists and lists-adaptive (lists without training). Default: the first four.
     """
     share: float = Field(0.95, ge=0.01, le=1)
     """Share of the requests that must meet the SLO."""

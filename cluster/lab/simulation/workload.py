@@ -18,13 +18,16 @@ import csv
 import random
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from apar_core.errors import EvaluationError
+from apar_core.formats.lists import ListRules
+from apar_core.formats.shipped_formats import LISTS
 from apar_core.tree.statistics import tree_statistics
 from cluster.lab.virtual.core import VirtualRequest
+from cluster.lab.virtual.list_answers import ListAnswer, list_answer
 from cluster.lab.virtual.text import TEXT_IDS, virtual_text
 from cluster.loadtest.arrivals import GammaArrivals, read_timestamps
 from cluster.loadtest.replay_answers import ReplayAnswer, replay_answer
@@ -57,6 +60,7 @@ class Answer:
     critical_tokens: steps until the last thread ends if none ever waits.
     attended_tokens, flat_attended_tokens: tokens of the answer that its tokens attend to, summed
         over these, by thread and as one thread; the prompt comes on top for each token.
+    listed: the answer as an engine that writes lists in parallel generates it, if it was asked for.
     """
 
     category: str
@@ -66,6 +70,7 @@ class Answer:
     critical_tokens: int
     attended_tokens: int = 0
     flat_attended_tokens: int = 0
+    listed: ListAnswer | None = None
 
     @property
     def text_tokens(self) -> int:
@@ -90,6 +95,7 @@ class SimRequest:
 
     `pieces` make up the prompt: each is (first index, number of tokens) in the token pool, or an
     earlier answer.
+    in_lists: the engine writes the answer's lists in parallel.
     """
 
     request_id: str
@@ -99,9 +105,16 @@ class SimRequest:
     answer: Answer
     hint: RequestHint
     forked: bool = True
+    in_lists: bool = False
 
     def virtual_request(self, prompt_ids: list[int], arrival_s: float) -> VirtualRequest:
         """Return the request for an engine core."""
+        if self.in_lists:
+            assert self.answer.listed is not None
+            listed = replace(self.answer.listed, prompt_tokens=len(prompt_ids))
+            return VirtualRequest(
+                self.request_id, prompt_ids, {}, len(listed.flat), True, arrival_s, listed
+            )
         scripts = self.answer.threads if self.forked else {"": self.answer.flat}
         return VirtualRequest(
             self.request_id, prompt_ids, scripts, len(self.answer.flat), self.forked, arrival_s
@@ -142,16 +155,29 @@ class RecordedData:
         return Workload(self, seed)
 
 
-def read_data(traces: Sequence[Path], arrivals: Path | None) -> RecordedData:
+def read_data(
+    traces: Sequence[Path], arrivals: Path | None, *, lists: bool = False
+) -> RecordedData:
     """Read trace files, and a table of TIMESTAMP and ContextTokens in Azure's published format.
 
-    Raises EvaluationError for a missing or invalid file.
+    `lists`: also as an engine that writes lists in parallel generates the answers. Raises
+    EvaluationError for a missing or invalid file.
     """
     text = virtual_text()
     tokens = text.tokens
-    answers = [
-        _answer(replay_answer(line, text, tokens)) for path in traces for line in read_trace(path)
-    ]
+    lines = [line for path in traces for line in read_trace(path)]
+    answers = [_answer(replay_answer(line, text, tokens)) for line in lines]
+    if lists:
+        # Imports transformers, which takes seconds.
+        from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
+
+        # The format reads text, so these tokens are those of Llama's vocabulary.
+        llama = load_text(LLAMA_TOKENIZER)
+        rules = ListRules(LISTS, llama.tokenizer)
+        answers = [
+            replace(each, listed=list_answer(line.response, rules, 0, llama.end_id))
+            for each, line in zip(answers, lines, strict=True)
+        ]
     answers = [each for each in answers if len(each.flat) + MAX_PROMPT_TOKENS < CONTEXT_TOKENS]
     return RecordedData(answers, None if arrivals is None else _read_arrivals(arrivals))
 
@@ -215,7 +241,11 @@ class Workload:
         self._num_hashes = 0
 
     def requests(
-        self, stages: Sequence[tuple[float, float]], *, forked: bool = True
+        self,
+        stages: Sequence[tuple[float, float]],
+        *,
+        forked: bool = True,
+        in_lists: bool = False,
     ) -> list[SimRequest]:
         """Return the requests of consecutive stages (seconds, requests per second)."""
         times: list[tuple[float, int | None]] = []
@@ -224,10 +254,11 @@ class Workload:
             number = max(1, round(seconds * rate))
             times += [(begin_s + at_s, tokens) for at_s, tokens in self._arrivals(number, rate)]
             begin_s += seconds
-        return [
+        requests = [
             self._request(f"r{index}", at_s, tokens, forked)
             for index, (at_s, tokens) in enumerate(times)
         ]
+        return [replace(each, in_lists=True) for each in requests] if in_lists else requests
 
     def _arrivals(self, number: int, rate: float) -> list[tuple[float, int | None]]:
         recorded = self._data.arrivals
@@ -335,7 +366,8 @@ class PromptTokens:
         prompt: list[int] = []
         for piece in request.pieces:
             if isinstance(piece, Answer):
-                prompt += piece.flat[:-1]
+                listed = piece.listed if request.in_lists else None
+                prompt += (piece if listed is None else listed).flat[:-1]
             else:
                 first, num_tokens = piece
                 prompt += self._pool[first : first + num_tokens]

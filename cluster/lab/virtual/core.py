@@ -21,18 +21,22 @@ from __future__ import annotations
 import atexit
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
+from apar_core.engine.list_threads import ListThreads
 from apar_core.engine.offline_engine import engine_core_in_this_process
 from apar_core.engine.replay import Scripts, replay_args
 from apar_core.engine.resume_request import completed, hand_to_scheduler
 from apar_core.errors import EngineError
-from apar_core.fork_parameters import EXTRA_ARG, ForkParameters
+from apar_core.fork_parameters import EXTRA_ARG, NO_TOKEN, ForkParameters
+from apar_core.formats.control_tokens import TreeTokens
+from apar_core.formats.lists import ListRules
+from apar_core.formats.shipped_formats import LISTS
 from apar_core.journal import Journal, ThreadDelta
 from apar_core.scheduler.core_state import CoreState, core_state
 from apar_core.scheduler.fork_settings import ForkSettings
@@ -43,10 +47,19 @@ from apar_core.tree.thread_names import (
     thread_path,
     thread_request_id,
 )
-from apar_core.vllm_names import EngineArgs, EngineCore, FinishReason, Request, call_at_preemption
+from apar_core.vllm_names import (
+    EngineArgs,
+    EngineCore,
+    EngineCoreOutput,
+    FinishReason,
+    Request,
+    cached_tokenizer_from_config,
+    call_at_preemption,
+)
 from cluster.lab.virtual.engine import VirtualSpec, engine_arguments, write_model_folder
 from cluster.lab.virtual.executor import StepTotals, VirtualClock, VirtualDevice
-from cluster.lab.virtual.reader import Reader
+from cluster.lab.virtual.list_answers import LIST_ANSWER_ARG, ListAnswer
+from cluster.lab.virtual.reader import ListReader, Reader, ScriptReader
 from cluster.lab.virtual.text import checkpoint_tokens
 
 # After more idle steps than this, nothing will ever change.
@@ -57,7 +70,8 @@ _MAX_IDLE_STEPS = 8
 class VirtualRequest:
     """A prompt with the tokens that each thread generates, by replay key, end tokens included.
 
-    `max_tokens` limits the text tokens of all threads together.
+    `max_tokens` limits the text tokens of all threads together. With `listed`, the engine writes
+    its lists in parallel, and there are no scripts.
     """
 
     request_id: str
@@ -66,6 +80,7 @@ class VirtualRequest:
     max_tokens: int
     forked: bool = True
     arrival_s: float = 0.0
+    listed: ListAnswer | None = None
 
     def __post_init__(self) -> None:
         if "~" in self.request_id:
@@ -96,7 +111,7 @@ class _Live:
     """A request in the core. `generated` counts tokens by thread, including those of a journal."""
 
     request: VirtualRequest
-    reader: Reader
+    reader: ScriptReader | ListReader
     generated: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     has_begun: bool = False
@@ -113,6 +128,13 @@ class VirtualCores:
         arguments = engine_arguments(spec, path)
         self.executor_class = arguments["distributed_executor_backend"]
         self.vllm_config = EngineArgs(**arguments).create_engine_config()
+        self.tokens = checkpoint_tokens()
+        # None: threads fork at tokens.
+        self.list_rules: ListRules | None = None
+        if (spec.forks or {}).get("parallel_format") == LISTS.name:
+            tokenizer: Any = cached_tokenizer_from_config(self.vllm_config.model_config)
+            self.list_rules = ListRules(LISTS, tokenizer)
+            self.tokens = TreeTokens(NO_TOKEN, NO_TOKEN, int(tokenizer.eos_token_id))
         # vLLM freezes the heap for each core. What is still frozen at exit is reported as a leak.
         atexit.register(gc.unfreeze)
 
@@ -127,7 +149,7 @@ class VirtualCore:
     def __init__(self, cores: VirtualCores, costs: StepCosts, start_s: float = 0.0) -> None:
         spec = cores.spec
         self.spec = spec
-        self.tokens = checkpoint_tokens()
+        self.tokens = tokens = cores.tokens
         self.preemptions = 0
         self.device = VirtualDevice(costs, VirtualClock(), attention=spec.attention)
         self.device.clock.advance_to(start_s)
@@ -141,15 +163,17 @@ class VirtualCore:
         self._core.model_executor.attach(self.device, self.scheduler)
         call_at_preemption(self.scheduler, self._count_preemption)
         settings = ForkSettings.model_validate(dict(spec.forks or {}))
+        only_engine = () if cores.list_rules is not None else (tokens.child_id,)
         self._parameters = ForkParameters(
-            fork_id=self.tokens.fork_id,
-            seed_ids=(self.tokens.child_id,),
-            banned_ids=(self.tokens.child_id,),
+            fork_id=tokens.fork_id,
+            seed_ids=only_engine,
+            banned_ids=only_engine,
             enabled=True,
             max_threads=settings.max_threads,
             max_forks=settings.max_forks,
-            end_ids=(self.tokens.end_id,),
-        ).to_extra_arg()
+            end_ids=(tokens.end_id,),
+            blocks=None if cores.list_rules is None else LISTS.model_dump_json(),
+        )
         self._live: dict[str, _Live] = {}
         self._idle_steps = 0
 
@@ -187,7 +211,8 @@ class VirtualCore:
         """Queue a request; an idle core's clock moves to its arrival.
 
         With a journal, the core continues a request that another core has begun, as the product
-        does. Raises EngineError if the request is running, does not fit, or has no thread left.
+        does. Raises EngineError if the request is running, does not fit, or has no thread left; if
+        the engine does not write lists in parallel, and the request does; and for its journal.
         """
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id!r} is already running")
@@ -200,11 +225,7 @@ class VirtualCore:
             self.device.clock.advance_to(request.arrival_s)
         arrival_s = self.device.clock.arrival_s(request.arrival_s)
         engine_request = self._engine_request(request, arrival_s)
-        fork_id = self.tokens.fork_id if request.forked else None
-        reader = Reader(
-            request.request_id, request.scripts, fork_id=fork_id, end_id=self.tokens.end_id
-        )
-        live = _Live(request, reader)
+        live = _Live(request, self._reader(request))
         if journal:
             whole = completed(engine_request, journal, self.spec.max_model_len)
             if all(delta.finish_reason is not None for delta in whole):
@@ -242,15 +263,23 @@ class VirtualCore:
         for output in (each for client in (outputs or {}).values() for each in client.outputs):
             self._take(output, events, stopped, grown)
         for live in grown.values():
-            live.reader.advance(live.generated, self.now_s)
+            if isinstance(live.reader, ListReader):
+                live.reader.advance(self.now_s)
+            else:
+                live.reader.advance(live.generated, self.now_s)
         for request_id in stopped:
             if self.scheduler.threads.group_of_root(request_id) is None:
                 events.append(self._event(self._live.pop(request_id), is_end=True))
         return events
 
     def journal(self, request_id: str) -> Journal:
-        """Return what each thread of a request has generated, for another core to continue."""
+        """Return what each thread of a request has generated, for another core to continue.
+
+        Raises EngineError for a request whose lists are written in parallel.
+        """
         live = self._live[request_id]
+        if live.request.listed is not None:
+            raise EngineError(f"{request_id!r} writes lists in parallel: it has no journal here")
         deltas: list[ThreadDelta] = []
         pending: list[ThreadPath] = [()]
         while pending:
@@ -265,16 +294,32 @@ class VirtualCore:
                 pending.extend((*path, ordinal) for ordinal in range(num_forks))
         return tuple(sorted(deltas))
 
+    def _reader(self, request: VirtualRequest) -> ScriptReader | ListReader:
+        name, tokens, rules = request.request_id, self.tokens, self._cores.list_rules
+        if request.listed is None:
+            fork_id = tokens.fork_id if request.forked and rules is None else None
+            return ScriptReader(name, request.scripts, fork_id=fork_id, end_id=tokens.end_id)
+        if rules is None:
+            raise EngineError(f"this engine does not write the lists of {name!r} in parallel")
+        return ListReader(
+            ListThreads(
+                name, self._parameters, rules, request.prompt_ids, max_tokens=request.max_tokens
+            )
+        )
+
     def _engine_request(self, request: VirtualRequest, arrival_s: float) -> Request:
-        parameters = {**self._parameters, "enabled": request.forked}
+        parameters = replace(self._parameters, enabled=request.forked)
+        recorded: dict[str, Any] = dict(replay_args(request.scripts))
+        if request.listed is not None:
+            recorded = {LIST_ANSWER_ARG: request.listed.to_text()}
         params = SamplingParams(
             temperature=0.0,
             max_tokens=request.max_tokens,
             detokenize=False,
             # Plain str: nothing checks here where a replay comes from.
             extra_args={
-                EXTRA_ARG: parameters,
-                **{name: str(value) for name, value in replay_args(request.scripts).items()},
+                EXTRA_ARG: parameters.to_extra_arg(),
+                **{name: str(value) for name, value in recorded.items()},
             },
         )
         end_id = self.tokens.end_id
@@ -290,7 +335,7 @@ class VirtualCore:
 
     def _take(
         self,
-        output: Any,
+        output: EngineCoreOutput,
         events: list[CoreEvent],
         stopped: dict[str, None],
         grown: dict[str, _Live],
@@ -301,6 +346,9 @@ class VirtualCore:
         live = self._live.get(root_id)
         if live is None:
             return
+        if isinstance(live.reader, ListReader):
+            live.reader.take(output)
+            grown[root_id] = live
         if output.new_token_ids:
             live.generated[name] = live.generated.get(name, 0) + len(output.new_token_ids)
             grown[root_id] = live
@@ -314,22 +362,31 @@ class VirtualCore:
             stopped[root_id] = None
 
     def _event(self, live: _Live, *, is_end: bool) -> CoreEvent:
-        request, hidden = live.request, (self.tokens.fork_id, self.tokens.end_id)
+        request = live.request
         generated = sum(live.generated.values())
-        num_hidden = 0
-        for name, number in live.generated.items():
-            key = replay_key_of_path(thread_path(request.request_id, name))
-            script = request.scripts.get(key, ())[:number]
-            num_hidden += sum(token_id in hidden for token_id in script)
+        if request.listed is not None:
+            text_tokens = int(live.reader.times.amount)
+        else:
+            text_tokens = generated - self._num_hidden(live)
         return CoreEvent(
             request.request_id,
             self.now_s,
             is_end,
             live.cached_tokens,
             generated,
-            generated - num_hidden,
+            text_tokens,
             live.reader if is_end else None,
         )
+
+    def _num_hidden(self, live: _Live) -> int:
+        """Return how many generated tokens are fork or end tokens."""
+        request, hidden = live.request, (self.tokens.fork_id, self.tokens.end_id)
+        num_hidden = 0
+        for name, number in live.generated.items():
+            key = replay_key_of_path(thread_path(request.request_id, name))
+            script = request.scripts.get(key, ())[:number]
+            num_hidden += sum(token_id in hidden for token_id in script)
+        return num_hidden
 
     def _count_preemption(self) -> None:
         self.preemptions += 1

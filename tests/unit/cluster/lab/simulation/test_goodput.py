@@ -23,7 +23,7 @@ from cluster.lab.simulation.goodput import (
 )
 from cluster.lab.simulation.runs import replica_capacity
 from cluster.lab.simulation.settings import ADAPTIVE, NO_FORKS, GoodputSettings, Objective
-from cluster.lab.simulation.workload import Answer, RecordedData
+from cluster.lab.simulation.workload import Answer, RecordedData, read_data
 from cluster.lab.sizing.search import rate_place
 from tests.unit.cluster.lab.simulation.test_cluster import DATA, TOKENS, answer, small_replica
 
@@ -159,17 +159,36 @@ def test_a_seed_draws_other_requests_of_the_same_number_and_rate() -> None:
     assert arrivals[0] == arrivals[1] != arrivals[2]
 
 
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.jsonl"
+    tips = ("Sleep: go to bed early", "Eat: cook with vegetables", "Walk: take the stairs")
+    response = "\n".join(
+        f"{number}. {tip}{', again and again' * 12}." for number, tip in enumerate(tips, 1)
+    )
+    line = {"prompt": "Give me 3 tips.", "response": response, "category": "list"}
+    file.write_text(json.dumps(line) + "\n")
+    return file
+
+
+def test_lists_without_training_make_tokens_certain_sooner(trace: Path) -> None:
+    settings = settings_of(LOOSE, trace=[trace], methods=(NO_FORKS, "lists"))
+    data = read_data(settings.trace, None, lists=True)
+    runs: dict[str, RateRun] = {}
+    for method in settings.methods:
+        # Each request finds its prompt, and the answers in it, in the prefix cache.
+        nominal = goodput.nominal_requests(settings, data, method, 0.1)[:20]
+        runs[method] = goodput.run_rate(settings, method, None, nominal, rate_place(0.05))
+
+    assert runs["lists"].failed == runs[NO_FORKS].failed == 0.0
+    assert runs["lists"].rows > 1.2 * runs[NO_FORKS].rows
+    assert runs["lists"].p95["certain"] < runs[NO_FORKS].p95["certain"]
+    assert runs["lists"].p95["e2e"] < 0.9 * runs[NO_FORKS].p95["e2e"]
+
+
 def test_finished_searches_are_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = tmp_path / "trace.jsonl"
-    line = {
-        "prompt": "Give me 3 tips.",
-        "response": "1. Sleep: go to bed early every day.\n2. Eat: cook with vegetables.\n"
-        "3. Walk: take the stairs whenever you can.",
-        "category": "list",
-    }
-    trace.write_text(json.dumps(line) + "\n")
     settings = settings_of(LOOSE, trace=[trace], requests=50)
 
     def find() -> list[goodput.Goodput]:

@@ -3,14 +3,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from vllm import SamplingParams
 
-from apar_core.engine.replay import replay_args
+from apar_core.engine.replay import ReplayText, replay_args
 from apar_core.errors import EngineError
+from apar_core.formats.lists import ListRules
+from apar_core.formats.shipped_formats import LISTS
+from apar_core.offline.evaluation.replay_text import LLAMA_TOKENIZER, load_text
 from apar_core.step_costs.costs import StepCosts
+from cluster.lab.experiments.random_model import write_random_model
 from cluster.lab.virtual.core import (
     CoreEvent,
     VirtualCore,
@@ -19,6 +24,7 @@ from cluster.lab.virtual.core import (
 )
 from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from cluster.lab.virtual.executor import StepRecord
+from cluster.lab.virtual.list_answers import LIST_ANSWER_ARG, list_answer
 from cluster.lab.virtual.text import checkpoint_tokens
 
 TOKENS = checkpoint_tokens()
@@ -107,14 +113,81 @@ def test_takes_the_steps_of_an_engine_with_its_front_end(cores: VirtualCores) ->
     expected = recorded(core)
     run_open_loop(core, requests)
 
-    with VirtualEngine(cores.spec) as engine:
+    assert core.preemptions > 0
+    assert core.num_forks > 60
+    assert _steps_with_front_end(cores.spec, requests) == expected
+
+
+def _steps_with_front_end(spec: VirtualSpec, requests: list[VirtualRequest]) -> list[StepRecord]:
+    with VirtualEngine(spec) as engine:
         found: list[StepRecord] = []
         engine.device.on_step = found.append
         _serve(engine.llm.llm_engine, engine.device.clock, requests)
+    return found
 
-    assert core.preemptions > 0
+
+def listed_request(number: int) -> VirtualRequest:
+    """An answer of a sentence, a list of three to five items, and another sentence."""
+    random_ = random.Random(number)
+    words = ("walk", "cook", "sleep early", "read a book", "call a friend", "drink some water")
+
+    def detail() -> str:
+        return ", ".join(random_.choices(words, k=random_.randint(2, 20)))
+
+    items = [f"{item}. Tip {item}: {detail()}." for item in range(1, random_.randint(4, 6))]
+    text = "\n".join(["Here are some tips:\n", *items, "\nThat is all."])
+    llama = load_text(LLAMA_TOKENIZER)
+    prompt = _text(random_, 20, 100)
+    answer = list_answer(text, ListRules(LISTS, llama.tokenizer), len(prompt), llama.end_id)
+    return VirtualRequest(
+        f"r{number}", prompt, {}, len(answer.flat), True, 0.1 * number, listed=answer
+    )
+
+
+def list_spec(folder: Path) -> VirtualSpec:
+    return replace(
+        SPEC,
+        forks={"parallel_format": LISTS.name},
+        checkpoint=write_random_model("llama-7b", folder),
+    )
+
+
+def test_lists_take_the_steps_of_an_engine_with_its_front_end(tmp_path: Path) -> None:
+    requests = [listed_request(number) for number in range(12)]
+    core = VirtualCores(list_spec(tmp_path)).build()
+    expected = recorded(core)
+    served = run_open_loop(core, requests)
+
     assert core.num_forks > 60
-    assert found == expected
+    assert len(served) == len(requests)
+    for each in served:
+        assert each.request.listed is not None
+        assert each.end.reader is not None
+        # The reader has seen the whole text, at the latest when the request ended.
+        assert each.end.text_tokens == len(each.request.listed.flat) - 1
+        assert each.end.generated_tokens > each.end.text_tokens
+        assert each.end.reader.times.first_s == each.first_token_s
+        assert each.end.reader.times.last_s is not None
+        assert each.end.reader.times.last_s <= each.end.time_s
+    assert _steps_with_front_end(core.spec, requests) == expected
+
+
+def test_lists_need_an_engine_that_writes_them_and_have_no_journal(
+    core: VirtualCore, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match="does not write the lists of 'r1' in parallel"):
+        core.add(listed_request(1))
+
+    listing = VirtualCores(list_spec(tmp_path)).build()
+    listing.add(listed_request(1))
+    with pytest.raises(EngineError, match="it has no journal here"):
+        listing.journal("r1")
+
+
+def _recorded(request: VirtualRequest) -> dict[str, Any]:
+    if request.listed is None:
+        return dict(replay_args(request.scripts))
+    return {LIST_ANSWER_ARG: ReplayText(request.listed.to_text())}
 
 
 def _serve(llm_engine: Any, clock: Any, requests: list[VirtualRequest]) -> None:
@@ -128,7 +201,7 @@ def _serve(llm_engine: Any, clock: Any, requests: list[VirtualRequest]) -> None:
                 temperature=0.0,
                 max_tokens=each.max_tokens,
                 detokenize=False,
-                extra_args={**replay_args(each.scripts), "apar_enabled": each.forked},
+                extra_args={**_recorded(each), "apar_enabled": each.forked},
             )
             number = len(requests) - len(coming)
             llm_engine.add_request(

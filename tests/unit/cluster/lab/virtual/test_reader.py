@@ -9,7 +9,7 @@ from apar_core.tree import ROOT_THREAD, ParagraphTree, child_thread
 from apar_core.tree.reader_times import ReaderTimes
 from apar_core.tree.restore import TreeStream
 from apar_core.tree.thread_names import replay_key
-from cluster.lab.virtual.reader import Reader
+from cluster.lab.virtual.reader import ScriptReader
 
 FORK, END = 1, 2
 
@@ -37,7 +37,7 @@ def test_text_is_seen_when_the_ordered_stream_has_it(
     written: dict[str, list[int]], data: st.DataObject
 ) -> None:
     """In each step some of the open threads generate a token, in any order."""
-    reader = Reader("r", written, fork_id=FORK, end_id=END)
+    reader = ScriptReader("r", written, fork_id=FORK, end_id=END)
     tree: ParagraphTree[int] = ParagraphTree()
     stream = TreeStream(tree)
     generated: dict[str, int] = defaultdict(int)
@@ -74,7 +74,7 @@ def test_text_is_seen_when_the_ordered_stream_has_it(
 
 
 def test_a_fork_token_of_a_request_that_does_not_fork_is_text() -> None:
-    reader = Reader("r", {"": [9, FORK, 9, END]}, fork_id=None, end_id=END)
+    reader = ScriptReader("r", {"": [9, FORK, 9, END]}, fork_id=None, end_id=END)
     for number in range(1, 5):
         reader.advance({"r": number}, float(number))
 
