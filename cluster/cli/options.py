@@ -122,11 +122,12 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")
 ]
 Format = Annotated[
-    Literal["apar", "threadweaver"],
+    Literal["apar", "threadweaver", "flat"],
     typer.Option(
         "--format",
         help="How answers fork: apar (the parent continues beside its threads) or threadweaver "
-        "(the parent outlines its threads, waits and joins them).",
+        "(the parent outlines its threads, waits and joins them). flat: not at all, as a baseline "
+        "that learns the same answers as one thread.",
     ),
 ]
 UnorderedLists = Annotated[

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.training.example_encoder import ExampleEncoder
-from apar_core.offline.training.packing import IGNORED_TARGET
+from apar_core.offline.training.packing import IGNORED_TARGET, TreeBatch
 from apar_core.offline.training.tree_forward import learned_logits
 from apar_core.offline.training.tree_trainer import TreeCollator, tree_batch
 
@@ -58,13 +59,26 @@ class ForkForcing:
     pad_id: int
 
     @torch.inference_mode()
+    def loss(self, example: ExampleRecord) -> tuple[float, int] | None:
+        """Return the log-loss (nats) of an answer's text, and its number of tokens.
+
+        Control and end tokens do not count. None if the answer is too long for the model.
+        """
+        if self.encoder.fitted(example) is None or (batch := self._batch(example)) is None:
+            return None
+        targets_N = batch.targets_BT[batch.targets_BT != IGNORED_TARGET]
+        tokens = self.tokens
+        others = targets_N.new_tensor((tokens.fork_id, tokens.child_id, tokens.end_id))
+        is_text_N = ~torch.isin(targets_N, others)
+        logits_NV = learned_logits(self.model, batch, self.model)[is_text_N]
+        loss = cross_entropy(logits_NV.float(), targets_N[is_text_N], reduction="sum")
+        return float(loss), int(is_text_N.sum())
+
+    @torch.inference_mode()
     def counts(self, name: str, example: ExampleRecord) -> ForcedCounts | None:
         """Count the first choices within an answer; None if it is too long for the model."""
-        packed = self.encoder.encode(example)
-        if packed is None:
+        if (batch := self._batch(example)) is None:
             return None
-        tensors = TreeCollator.for_model(self.model, self.pad_id)([packed])
-        batch = tree_batch({key: each.to(self.model.device) for key, each in tensors.items()})
         learned_BT = batch.targets_BT != IGNORED_TARGET
         targets_N, before_N = batch.targets_BT[learned_BT], batch.token_ids_BT[learned_BT]
         logits_NV = learned_logits(self.model, batch, self.model)
@@ -86,6 +100,13 @@ class ForkForcing:
             stray_forks=int((~wanted_N & forks_N).sum()),
             misplaced=int(misplaced_N.sum()),
         )
+
+    def _batch(self, example: ExampleRecord) -> TreeBatch | None:
+        packed = self.encoder.encode(example)
+        if packed is None:
+            return None
+        tensors = TreeCollator.for_model(self.model, self.pad_id)([packed])
+        return tree_batch({key: each.to(self.model.device) for key, each in tensors.items()})
 
 
 def sums_by(

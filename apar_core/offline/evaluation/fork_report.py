@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -78,6 +79,8 @@ def fork_report(results: ForkResults) -> Report:
         tables += _rule_tables(results, measures)
     if results.forced:
         tables.append(_forced_table(results.forced, measures))
+    if results.recorded:
+        tables.append(_recorded_loss_table(results, measures))
     if results.base:
         tables.append(_equality_table(results, measures))
         tables += _loss_table(results, measures)
@@ -263,6 +266,51 @@ def _forced_table(forced: Sequence[ForcedCounts], measures: dict[str, _Measure])
         tuple(rows),
         "Misplaced: a control token that the engine bans there is first.",
     )
+
+
+def _recorded_loss_table(results: ForkResults, measures: dict[str, _Measure]) -> ReportTable:
+    groups = {
+        "the rules fork": [pair for pair in results.recorded if pair[0].forks],
+        "the rules do not fork": [pair for pair in results.recorded if not pair[0].forks],
+    }
+    rows: list[tuple[Cell, ...]] = []
+    for name, pairs in groups.items():
+        if not pairs:
+            continue
+        # Per token of the base model: the two may cut the same text into other tokens.
+        values = [(ours.nats, theirs.nats, theirs.tokens) for ours, theirs in pairs]
+        ours, theirs = (
+            of_sums(values, partial(_per_token, column), seed=results.settings.seed)
+            for column in (0, 1)
+        )
+        ratio = of_sums(
+            values, lambda sums: sums[..., 0] / sums[..., 1], seed=results.settings.seed
+        )
+        rows.append(
+            (
+                *(name, len(pairs), ours.value, ours.interval(".3f")),
+                *(theirs.value, theirs.interval(".3f"), ratio.value, ratio.interval(".3f")),
+            )
+        )
+        if pairs[0][0].forks:
+            title = "log-loss of recorded answers that the rules fork: with forks / under the base"
+            measures["recorded_loss_ratio"] = _Measure(title, ratio, ".3f")
+    return ReportTable(
+        "recorded-loss",
+        "Log-loss of the text of recorded answers",
+        columns(
+            f"answers | number :d | nats/token, with forks :.3f | {INTERVAL} | base model :.3f | "
+            f"{INTERVAL} | ratio :.3f | {INTERVAL}"
+        ),
+        tuple(rows),
+        "The model reads each thread as it would write it: without the threads beside it. The base "
+        "model reads the text in one thread unless it forks too. Both per token of the base model, "
+        "without control and end tokens. Intervals are bootstrapped over answers.",
+    )
+
+
+def _per_token(column: int, sums: Floats) -> Floats:
+    return sums[..., column] / sums[..., 2]
 
 
 def _equality_table(results: ForkResults, measures: dict[str, _Measure]) -> ReportTable:

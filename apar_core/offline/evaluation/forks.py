@@ -17,9 +17,11 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Po
 from transformers import AutoConfig
 
 from apar_core.errors import EvaluationError
+from apar_core.fork_parameters import NO_TOKEN
+from apar_core.formats.control_tokens import TreeTokens
 from apar_core.formats.resolved_format import find_format
 from apar_core.json_lines import read_lines
-from apar_core.offline.data.records import ExampleRecord
+from apar_core.offline.data.records import ExampleRecord, count_forks
 from apar_core.offline.data.structure import StructureRules, extract_tree
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.evaluation.answer_files import read_answer_set
@@ -35,7 +37,7 @@ from apar_core.offline.evaluation.prompt_sets import (
 from apar_core.offline.evaluation.replay_text import ModelText, load_text
 from apar_core.offline.evaluation.speed_run import choose_device, choose_dtype
 from apar_core.offline.training.chat_format import turn_end_id
-from apar_core.offline.training.example_encoder import ExampleEncoder
+from apar_core.offline.training.example_encoder import PlainEncoder, encoder_for
 from apar_core.offline.training.pretrained import (
     load_model,
     load_tokenizer,
@@ -209,6 +211,28 @@ class TextLoss(BaseModel):
         return self.source, self.question_id
 
 
+class RecordedLoss(BaseModel):
+    """Log-loss (nats) of a recorded answer's text, read with the forks of the rules by the model.
+
+    The base model reads it in one thread unless it forks. tokens: of the text; 0 for an answer that
+    is too long.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: Source
+    example: str
+    kind: str
+    forks: int
+    nats: float
+    tokens: int
+
+    @property
+    def key(self) -> tuple[Source, str]:
+        """Unique key within a run."""
+        return self.source, self.example
+
+
 class RunKey(BaseModel):
     """Identifies a speed run; rounds count from 0."""
 
@@ -232,8 +256,9 @@ class SpeedRun(BaseModel):
 class ForkResults:
     """All that was measured.
 
-    base and losses are empty without a base model. `missing` says why a part was not measured, by
-    the name of the part. waits: whether threads of the format wait for their children.
+    base, losses and recorded are empty without a base model. recorded: the losses of the model and
+    of its base for each recorded answer that both can read. `missing` says why a part was not
+    measured, by the name of the part. waits: whether threads of the format wait for their children.
     """
 
     settings: ForkEvaluationSettings
@@ -243,6 +268,7 @@ class ForkResults:
     base: list[ForkAnswer]
     losses: dict[tuple[Source, str], TextLoss]
     forced: list[ForcedCounts]
+    recorded: list[tuple[RecordedLoss, RecordedLoss]]
     runs: list[SpeedRun]
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -303,17 +329,28 @@ def run_forks(
         runs = evaluation.measure_speed(answers, base)
     finally:
         engines.close()
-    missing, forced = evaluation.missing, []
+    missing = evaluation.missing
+    forced: list[ForcedCounts] = []
+    recorded: list[tuple[RecordedLoss, RecordedLoss]] = []
     if waits:
         reason = f"threads of the format {found.definition.name} wait for their children"
         missing["Places of forks"] = f"not counted: {reason}"
     else:
-        forced = evaluation.force()
+        forced, recorded = evaluation.read_recorded()
     if BASE not in models:
         missing["Base model"] = "none given (--base): not compared with its answers"
     losses = dict(evaluation.losses.lines)
     return ForkResults(
-        settings, found.definition.name, waits, answers, base, losses, forced, runs, missing
+        settings,
+        found.definition.name,
+        waits,
+        answers,
+        base,
+        losses,
+        forced,
+        recorded,
+        runs,
+        missing,
     )
 
 
@@ -368,6 +405,9 @@ class _Evaluation:
         self.runs = LineStore(folder / "runs.jsonl", facts, SpeedRun, lambda line: line.key)
         self.forced = LineStore(
             folder / "forced.jsonl", facts, ForcedCounts, lambda line: line.example
+        )
+        self.recorded = LineStore(
+            folder / "recorded.jsonl", facts, RecordedLoss, lambda line: line.key
         )
         self.missing: dict[str, str] = {}
         self._settings = settings
@@ -483,39 +523,67 @@ class _Evaluation:
                 done()
         return [self.runs.lines[key] for key in keys]
 
-    def force(self) -> list[ForcedCounts]:
-        """Read the recorded answers of the prompts, and count the model's first choices."""
+    def read_recorded(
+        self,
+    ) -> tuple[list[ForcedCounts], list[tuple[RecordedLoss, RecordedLoss]]]:
+        """Read the recorded answers of the prompts.
+
+        Returns counts of the model's first choices, and log-losses under it and its base.
+        """
         settings = self._settings
         examples = recorded_examples(settings)
         part = "Recorded answers"
         if not examples:
             reason = f"{settings.prompts} has none: no forks were compared with them"
             self.missing[part] = reason
-            return []
-        config = AutoConfig.from_pretrained(settings.model)
-        positions = getattr(config.get_text_config(), "max_position_embeddings", _LONGEST_FORCED)
-        longest = min(positions, _LONGEST_FORCED)
-        if (limit := limited_attention(config, longest)) is not None:
-            self.missing[part] = f"not read: {settings.model_name} has {limit}"
-            return []
-        lines = self.forced.lines
+            return [], []
         by_name = {f"{number}": example for number, example in enumerate(examples)}
-        if not by_name.keys() <= lines.keys():
-            done = self._progress.start("recorded answers", len(examples))
-            device = choose_device("auto")
-            dtype = choose_dtype("auto", device)
-            model = load_model(settings.model, dtype, torch.device(device)).eval()
-            # FlexAttention is for training.
-            model.set_attn_implementation(SDPA)
-            tokenizer = load_tokenizer(settings.model)
-            encoder = ExampleEncoder(tokenizer, longest)
-            forcing = ForkForcing(model, encoder, tree_tokens(tokenizer), pad_token_id(tokenizer))
-            for name, example in by_name.items():
-                if name not in lines:
+        longest: dict[Source, int] = {}
+        for source, model in self._models.items():
+            config = AutoConfig.from_pretrained(model.path)
+            text_config = config.get_text_config()
+            positions = getattr(text_config, "max_position_embeddings", _LONGEST_FORCED)
+            longest[source] = min(positions, _LONGEST_FORCED)
+            if (limit := limited_attention(config, longest[source])) is not None:
+                self.missing[part] = f"not read: {model.name} has {limit}"
+                return [], []
+        forced, recorded = self.forced.lines, self.recorded.lines
+        for source, model in self._models.items():
+            counted = forced if source == MODEL else by_name
+            compared = BASE in self._models
+            missing = {
+                name: example
+                for name, example in by_name.items()
+                if name not in counted or (compared and (source, name) not in recorded)
+            }
+            if not missing:
+                continue
+            done = self._progress.start(f"recorded answers, read by {model.name}", len(missing))
+            forcing = _forcing(model.path, longest[source])
+            for name, example in missing.items():
+                if name not in counted:
                     none = ForcedCounts(example=name, kind=example.kind, answers=0)
                     self.forced.add(forcing.counts(name, example) or none)
+                if compared:
+                    nats, tokens = forcing.loss(example) or (0.0, 0)
+                    self.recorded.add(
+                        RecordedLoss(
+                            source=source,
+                            example=name,
+                            kind=example.kind,
+                            forks=count_forks(example.answer),
+                            nats=nats,
+                            tokens=tokens,
+                        )
+                    )
                 done()
-        return [lines[name] for name in by_name if lines[name].answers]
+        pairs = []
+        if BASE in self._models:
+            pairs = [(recorded[MODEL, name], recorded[BASE, name]) for name in by_name]
+        return (
+            [forced[name] for name in by_name if forced[name].answers],
+            [pair for pair in pairs if all(each.tokens for each in pair)],
+        )
 
     def _base_differs(self) -> str | None:
         """Say why answers of the base model cannot be replayed in the model's engine, or None."""
@@ -530,6 +598,20 @@ class _Evaluation:
         ]
         same = all(len({getattr(each, n, None) for each in configs}) == 1 for n in _SHAPE)
         return None if same else "the two models differ in size"
+
+
+def _forcing(path: str, longest: int) -> ForkForcing:
+    """Load a model to read recorded answers of up to `longest` tokens."""
+    device = choose_device("auto")
+    model = load_model(path, choose_dtype("auto", device), torch.device(device)).eval()
+    # FlexAttention is for training.
+    model.set_attn_implementation(SDPA)
+    tokenizer = load_tokenizer(path)
+    encoder = encoder_for(tokenizer, longest)
+    tokens = TreeTokens(NO_TOKEN, NO_TOKEN, turn_end_id(tokenizer))
+    if not isinstance(encoder, PlainEncoder):
+        tokens = tree_tokens(tokenizer)
+    return ForkForcing(model, encoder, tokens, pad_token_id(tokenizer))
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

@@ -230,7 +230,9 @@ def adapted(model: PreTrainedModel, lora: LoraSettings, token_ids: Sequence[int]
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        trainable_token_indices={name.rpartition(".")[2]: ids for name, ids in names.items()},
+        trainable_token_indices={name.rpartition(".")[2]: ids for name, ids in names.items()}
+        if token_ids
+        else None,
     )
     return get_peft_model(model, config)
 

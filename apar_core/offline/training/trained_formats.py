@@ -11,7 +11,7 @@ from types import MappingProxyType
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.data.sources import ItemRefusedError
 from apar_core.offline.training.chat_format import ChatRefusedError, turn_end_id
-from apar_core.offline.training.example_encoder import ExampleEncoder
+from apar_core.offline.training.example_encoder import ExampleEncoder, PlainEncoder
 from apar_core.offline.training.joined_encoder import MARKER_TOKENS, JoinedEncoder
 from apar_core.offline.training.pretrained import (
     CONTROL_TOKENS,
@@ -39,6 +39,8 @@ TRAINED_FORMATS: Mapping[str, TrainedFormat] = MappingProxyType(
         for trained in (
             TrainedFormat(CONTROL_TOKENS, ExampleEncoder),
             TrainedFormat(MARKER_TOKENS, JoinedEncoder),
+            # A baseline: the same answers as one thread.
+            TrainedFormat(FormatTokens("flat", ((),)), PlainEncoder),
         )
     }
 )

@@ -86,6 +86,15 @@ def test_the_format_of_the_answers_can_be_chosen(files: Path) -> None:
     assert get_args(get_args(Format)[0]) == tuple(TRAINED_FORMATS)
 
 
+def test_a_baseline_learns_the_same_answers_as_one_thread(files: Path) -> None:
+    result = run("train", files, "--steps", "1", "--format", "flat")
+
+    assert result.exit_code == 0, result.output
+    assert "4 examples whole" in result.output
+    before = AutoTokenizer.from_pretrained(checkpoint_path()).get_vocab()
+    assert AutoTokenizer.from_pretrained(files / "out").get_vocab() == before
+
+
 @pytest.mark.parametrize("command", ["train", "train-medusa", "train-prompts"])
 def test_a_model_of_another_format_is_refused(files: Path, command: str) -> None:
     result = run(command, files, "--steps", "1", "--model", "apar-tiny-threadweaver")

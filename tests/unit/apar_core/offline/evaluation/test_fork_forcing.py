@@ -7,9 +7,17 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from apar_core.models.apar_tiny import checkpoint_path
-from apar_core.offline.data.records import ExampleRecord, ParagraphRecord, count_forks, flat_text
+from apar_core.offline.data.records import (
+    ChatMessage,
+    ExampleRecord,
+    ParagraphRecord,
+    chain,
+    count_forks,
+    flat_text,
+)
 from apar_core.offline.data.tiny_corpus.generator import Corpus
 from apar_core.offline.evaluation.fork_forcing import ForcedCounts, ForkForcing, sums_by
+from apar_core.offline.training.chat_format import chat_token_ids
 from apar_core.offline.training.example_encoder import ExampleEncoder
 from apar_core.offline.training.pretrained import tree_tokens
 
@@ -53,6 +61,46 @@ def test_forks_that_an_answer_lacks_are_stray(
     assert counts.rule_places == counts.forks == 0
     # The model wants to fork at the first head, where the recorded answer goes on.
     assert counts.stray_forks >= 1
+
+
+def log_loss(forcing: ForkForcing, before: list[int], text: list[int]) -> float:
+    """Return what the model alone, without a tree, says of a text after other tokens."""
+    with torch.inference_mode():
+        logits_TV = forcing.model(torch.tensor([[*before, *text]])).logits[0]
+    steps_NV = logits_TV[len(before) - 1 : -1].log_softmax(-1)
+    return -float(steps_NV[range(len(text)), text].sum())
+
+
+def test_the_log_loss_is_that_of_each_thread_after_what_it_reads(forcing: ForkForcing) -> None:
+    tokenizer, tokens = forcing.encoder.tokenizer, forcing.tokens
+    details = (" Go to bed early.\n", " Cook with vegetables.")
+    answer = chain(
+        [("1. Sleep:", ParagraphRecord(details[0])), ("2. Eat:", ParagraphRecord(details[1]))]
+    )
+    messages = (ChatMessage("user", "Give me 2 tips."),)
+
+    forked = forcing.loss(ExampleRecord("list", messages, answer))
+    flat = forcing.loss(ExampleRecord("list", messages, ParagraphRecord(flat_text(answer))))
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    prompt = chat_token_ids(messages, tokenizer)
+    heads, (first, second) = [ids("1. Sleep:"), ids("2. Eat:")], map(ids, details)
+    fork, child = [tokens.fork_id], [tokens.child_id]
+    root = [*prompt, *heads[0], *fork]
+    parts = [
+        (prompt, heads[0]),
+        ([*root, *child], first),
+        (root, heads[1]),
+        ([*root, *heads[1], *fork, *child], second),
+    ]
+    assert forked == (
+        pytest.approx(sum(log_loss(forcing, *part) for part in parts), rel=1e-4),
+        sum(len(text) for _, text in parts),
+    )
+    assert flat is not None
+    assert flat[0] == pytest.approx(log_loss(forcing, prompt, ids(flat_text(answer))), rel=1e-4)
 
 
 def test_counts_are_added_up_by_kind() -> None:

@@ -138,6 +138,9 @@ def test_numbers_of_the_report_are_those_of_the_answers(tmp_path: Path) -> None:
     assert table(results, "log-loss")[0][:2] == ("forked answers", pytest.approx(0.5))
     assert numbers["speed_sequential_12"]["value"] == pytest.approx(2)
     assert numbers["recorded_recall"]["value"] > 0.9
+    # The base is the same model here.
+    assert numbers["recorded_loss_ratio"]["value"] == 1
+    assert [row[:2] for row in table(results, "recorded-loss")] == [("the rules fork", 4)]
     answers = table(results, "answers")
     assert [row[:3] for row in answers[:3]] == [
         ("Mean of all", 4, 2.5),
@@ -239,6 +242,22 @@ def test_recorded_answers_of_a_file_are_read(tmp_path: Path) -> None:
 
     counts = {each.kind: each.rule_places for each in results.forced}
     assert counts == {"ordered_list": 3, "unstructured": 0}
+
+
+def test_a_base_without_control_tokens_reads_recorded_answers_in_one_thread(
+    tmp_path: Path,
+) -> None:
+    base = write_checkpoint(tmp_path / "plain")
+
+    results = evaluate(tmp_path / "out", [], base=str(base), repeats=1)
+
+    for ours, theirs in results.recorded:
+        assert ours.example == theirs.example
+        assert ours.tokens > 0
+        # Random weights know less than the model whose corpus this is.
+        assert theirs.nats / theirs.tokens > 3 * ours.nats / ours.tokens
+    again = evaluate(tmp_path / "out", [], base=str(base), repeats=1)
+    assert again.recorded == results.recorded
 
 
 def test_no_speed_is_measured_if_nothing_forks(tmp_path: Path) -> None:
