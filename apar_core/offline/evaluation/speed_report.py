@@ -378,7 +378,9 @@ def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
     # Baselines with other texts are shown too.
     series: dict[str, list[int]] = {}
     for run in runs:
-        baseline = f"{run.model} ({run.baseline[0].decoder})" if run.baseline else ""
+        decoder = run.baseline[0].decoder if run.baseline else ""
+        # The baseline of another model is named "plain of NAME".
+        baseline = decoder if " of " in decoder else f"{run.model} ({decoder})"
         for label, answers in ((run.label, run.answers), (baseline, run.baseline)):
             lengths = [answer.text_tokens for answer in answers]
             if lengths and lengths not in series.values():
@@ -397,7 +399,15 @@ def _draw_lengths(panel: Axes, runs: Sequence[SpeedRun]) -> None:
     panel.set_xlabel("tokens of an answer")
     panel.set_ylabel("share of the answers")
     panel.set_title(f"Response length on {runs[0].benchmark}")
-    panel.legend(frameon=False, loc="upper right")
+    # Above the panel, where no bar or mean is.
+    panel.legend(
+        frameon=False,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=2,
+        borderaxespad=0,
+        fontsize=8,
+    )
 
 
 def speed_report(title: str, facts: Mapping[str, str], runs: Sequence[SpeedRun]) -> Report:
