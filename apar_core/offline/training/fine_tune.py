@@ -166,7 +166,7 @@ def fine_tune(
     )
     train_from(last, trainer, out, inputs)
     loss = trainer.final_validation_loss() if validation.all_rows else None
-    _save(trainer, tokenizer, out)
+    _save(trainer, tokenizer, out, forks=bool(token_ids))
     return TrainingResult(encoder.counts, plan.padding, len(validation.all_rows), loss)
 
 
@@ -237,14 +237,17 @@ def adapted(model: PreTrainedModel, lora: LoraSettings, token_ids: Sequence[int]
     return get_peft_model(model, config)
 
 
-def _save(trainer: TreeTrainer, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+def _save(
+    trainer: TreeTrainer, tokenizer: PreTrainedTokenizerBase, out: Path, *, forks: bool
+) -> None:
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
     if isinstance(model, PeftModel):
         lora = trainer.recipe.lora
-        if lora is not None and not lora.merge:
+        # A server gives an adapter only requests that may fork.
+        if forks and lora is not None and not lora.merge:
             save_adapter(model, out / ADAPTER_FOLDER)
             model = base_with_trained_rows(model)
         else:

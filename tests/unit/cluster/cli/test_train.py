@@ -87,10 +87,15 @@ def test_the_format_of_the_answers_can_be_chosen(files: Path) -> None:
 
 
 def test_a_baseline_learns_the_same_answers_as_one_thread(files: Path) -> None:
+    lora = {"rank": 2, "alpha": 4, "target_modules": "all-linear", "merge": False}
+    (files / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "lora": lora}))
+
     result = run("train", files, "--steps", "1", "--format", "flat")
 
     assert result.exit_code == 0, result.output
     assert "4 examples whole" in result.output
+    # A server would give an adapter only requests that may fork.
+    assert not (files / "out" / "adapter").exists()
     before = AutoTokenizer.from_pretrained(checkpoint_path()).get_vocab()
     assert AutoTokenizer.from_pretrained(files / "out").get_vocab() == before
 
