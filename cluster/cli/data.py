@@ -378,6 +378,17 @@ def generate(
             show_default="English ones; most ask for a list",
         ),
     ] = None,
+    follow_ups: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of the answered chats that go on with a second turn. Its question is the "
+            "model's, too.",
+            callback=finite,
+            show_default="0.3; with --prompts 0",
+        ),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(help="Base URL (with /v1) of a server that answers instead of --model."),
@@ -444,7 +455,8 @@ def generate(
     try:
         with clear_errors(), stage_progress(Rate()) as progress:
             endpoint = _endpoint(target, model_name, target_key_env, concurrency, retries)
-            chosen = _generating_model(model, is_needed=prompts is None or endpoint is None)
+            asks = prompts is None or bool(follow_ups)
+            chosen = _generating_model(model, is_needed=asks or endpoint is None)
             steering = {
                 "--system": system,
                 "--opened-share": opened_share,
@@ -456,6 +468,8 @@ def generate(
             if opened_share is None:
                 # A run on given questions does not depend on it.
                 opened_share = 0.5 if prompts is None else 0.0
+            if follow_ups is None:
+                follow_ups = 0.3 if prompts is None else 0.0
             wanted = DEFAULT_NUM_QUESTIONS if questions is None and prompts is None else questions
             configured = None if chosen is None else ModelConfig(checkpoint=chosen)
             template = None if configured is None else configured.preset.engine.get("chat_template")
@@ -468,6 +482,7 @@ def generate(
                 system=system,
                 opened_share=opened_share,
                 openings=openings or OPENINGS_FILE,
+                follow_up_share=follow_ups,
                 question_temperature=question_temperature,
                 question_top_p=question_top_p,
                 temperature=temperature,
@@ -534,8 +549,14 @@ def _start_generator(
 def _print_generated(report: GenerationReport, out: Path) -> None:
     """Print what was generated, kept and rejected; exit with 1 if requests failed."""
     console = Console()
-    for name, counts in (("questions", report.questions), ("answers", report.answers)):
-        console.print(_rejections(name, counts))
+    parts = {
+        "questions": report.questions,
+        "questions of second turns": report.follow_ups,
+        "answers": report.answers,
+    }
+    for name, counts in parts.items():
+        if counts.generated:
+            console.print(_rejections(name, counts))
     kinds = ", ".join(f"{kind} {count}" for kind, count in report.kinds.most_common())
     console.print(f"kinds of the kept answers: {kinds or 'none'}", highlight=False)
     console.print(

@@ -100,7 +100,8 @@ def planned_stages(
         if settings.prompts is not None:
             asked += ["--prompts", str(settings.prompts)]
         arguments = (
-            *("data", "generate", "--model", model, *asked),
+            # Without second turns, the model would seldom fork in any but the first.
+            *("data", "generate", "--model", model, *asked, "--follow-ups", "0.3"),
             *("--max-tokens", str(settings.max_tokens), *template, *seed),
             *("--out", str(out / CHATS)),
         )

@@ -2,10 +2,11 @@
 
 The model continues its chat template's text before a user's message, which gives a question, and
 answers it in a new chat. A share of the questions begins with given words: SmolLM2-135M by itself
-hardly ever asks short questions, such as "Give me 5 tips for gardening". Everything generated is
-logged in `sampled.jsonl` and `answers.jsonl`. Filters read the logs in the order of the questions'
-numbers, and each number has seeds of its own. So the chats do not depend on interruptions, as far
-as the engine is deterministic.
+hardly ever asks short questions, such as "Give me 5 tips for gardening". A share of the chats goes
+on: the model continues the template's text before the user's next message, and answers that too.
+Everything generated is logged in files of one line per text. Filters read the logs in the order of
+the questions' numbers, and each number has seeds of its own. So the chats do not depend on
+interruptions, as far as the engine is deterministic.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ from apar_core.whole_files import replace_file
 
 SAMPLED_FILE = "sampled.jsonl"
 ANSWERS_FILE = "answers.jsonl"
+FOLLOW_UPS_FILE = "follow-ups.jsonl"
+FOLLOW_UP_ANSWERS_FILE = "follow-up-answers.jsonl"
 QUESTIONS_FILE = "questions.jsonl"
 CHATS_FILE = "chats.jsonl"
 REPORT_FILE = "report.json"
@@ -91,6 +94,9 @@ class GenerationSettings(BaseModel):
         0.5, ge=0, le=1, description="Share of the sampled questions that begin with an opening."
     )
     openings: Path = Field(OPENINGS_FILE, description="Text file with one opening per line.")
+    follow_up_share: float = Field(
+        0.0, ge=0, le=1, description="Share of the answered chats that go on with a second turn."
+    )
     question_temperature: NonNegativeFloat = 1.0
     question_top_p: float = Field(0.95, gt=0, le=1)
     temperature: NonNegativeFloat = 0.7
@@ -161,11 +167,12 @@ class TextCounts(BaseModel):
 class GenerationReport(BaseModel):
     """Settings and counts of a run.
 
-    `kinds` counts the kept answers by the paper's rules.
+    `answers` are those of all turns; `kinds` counts the kept ones by the paper's rules.
     """
 
     settings: dict[str, str]
     questions: TextCounts
+    follow_ups: TextCounts
     answers: TextCounts
     kinds: Counter[str]
     num_failed: int = Field(0, description="Requests to the endpoint that failed.")
@@ -174,7 +181,7 @@ class GenerationReport(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class KeptQuestion:
-    """Question that passed the filters, with its number."""
+    """Question that passed the filters, with its number; `prompt` has the turns before it."""
 
     index: int
     prompt: Prompt
@@ -212,35 +219,56 @@ def generate_chats(
         else:
             questions, counts = _given_questions(prompts, settings.num_questions)
         _write_lines(out / QUESTIONS_FILE, map(_question_line, questions))
-        answered = read_finished_lines(out / ANSWERS_FILE, LogLine)
-        done = {line.index for line in answered}
-        missing = [question for question in questions if question.index not in done]
         failures: list[str] = []
-        if missing:
-            step = progress.start("answers", len(questions), len(questions) - len(missing))
-            with LineWriter(out / ANSWERS_FILE) as log:
 
-                def keep(line: LogLine) -> None:
-                    log.append(line)
-                    answered.append(line)
-                    step()
+        def answered(file: str, asked: Sequence[KeptQuestion]) -> list[LogLine]:
+            lines = read_finished_lines(out / file, LogLine)
+            done = {line.index for line in lines}
+            missing = [question for question in asked if question.index not in done]
+            if missing:
+                title = "answers" if file == ANSWERS_FILE else "answers of second turns"
+                step = progress.start(title, len(asked), len(asked) - len(missing))
+                with LineWriter(out / file) as log:
 
-                if endpoint is None:
-                    for line in texts.answers(engine(), missing):
-                        keep(line)
-                else:
-                    # A local engine is no longer needed.
-                    engines.close()
-                    failures = asyncio.run(_ask_endpoint(settings, endpoint, missing, keep))
-    report = GenerationReport(
-        settings=claimed,
-        questions=counts,
-        answers=TextCounts(),
-        kinds=Counter(),
-        num_failed=len(failures),
-        failures=failures[:_NUM_EXAMPLES],
+                    def keep(line: LogLine) -> None:
+                        log.append(line)
+                        lines.append(line)
+                        step()
+
+                    if endpoint is None:
+                        for line in texts.answers(engine(), missing):
+                            keep(line)
+                    else:
+                        failures.extend(
+                            asyncio.run(_ask_endpoint(settings, endpoint, missing, keep))
+                        )
+            return lines
+
+        if endpoint is not None and not settings.follow_up_share:
+            # A local engine is no longer needed.
+            engines.close()
+        report = GenerationReport(
+            settings=claimed,
+            questions=counts,
+            follow_ups=TextCounts(),
+            answers=TextCounts(),
+            kinds=Counter(),
+        )
+        chats = _kept_chats(questions, answered(ANSWERS_FILE, questions), report)
+        if settings.follow_up_share:
+            asked = _follow_ups(settings, out, texts, engine, progress, chats, report.follow_ups)
+            chats |= _kept_chats(asked, answered(FOLLOW_UP_ANSWERS_FILE, asked), report)
+    report.num_failed, report.failures = len(failures), failures[:_NUM_EXAMPLES]
+    _write_lines(
+        out / CHATS_FILE,
+        (
+            {
+                "id": f"{settings.model_name}/{settings.seed}/{index}",
+                "messages": [message.as_dict() for message in messages],
+            }
+            for index, messages in chats.items()
+        ),
     )
-    _write_lines(out / CHATS_FILE, _chat_lines(settings, questions, answered, report))
     replace_file(out / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
     return report
 
@@ -260,24 +288,27 @@ class _ModelTexts:
         for opening in ("", *(self._openings() if self._settings.opened_share else ())):
             self.header_ids(opening)
 
-    def opening(self, index: int) -> str:
+    def opening(self, index: int, use: str = "opening") -> str:
         """Return the words that begin the question with this number, or none."""
-        draws = random.Random(_seed(self._settings.seed, "opening", index))
+        draws = random.Random(_seed(self._settings.seed, use, index))
         is_opened = draws.random() < self._settings.opened_share
         return draws.choice(self._openings()) if is_opened else ""
 
     def _header_ids(self, opening: str) -> list[int]:
         """Return the tokens of the text that the model continues with a question."""
-        # Without an opening, a blank before the message belongs to its first token.
-        text = self._turn().header + opening if opening else self._turn().header.rstrip(" ")
-        ids = self.tokenizer()(text, add_special_tokens=False)["input_ids"]
+        ids = self._text_ids(self._turn().header, opening)
         room = self.context_length - MAX_QUESTION_TOKENS
         if len(ids) > room:
             raise DataError(
                 f"the text before a question has {len(ids)} tokens, and {room} fit into the "
                 "context: shorten --system or the openings"
             )
-        return list(ids)
+        return ids
+
+    def _text_ids(self, header: str, opening: str) -> list[int]:
+        # Without an opening, a blank before the message belongs to its first token.
+        text = header + opening if opening else header.rstrip(" ")
+        return list(self.tokenizer()(text, add_special_tokens=False)["input_ids"])
 
     @property
     def _model(self) -> str:
@@ -294,8 +325,34 @@ class _ModelTexts:
 
     def questions(self, engine: TextEngine, indices: Sequence[int]) -> Iterator[LogLine]:
         """Sample the questions with these numbers, and yield them as they finish."""
-        settings, turn = self._settings, self._turn()
         openings = {index: self.opening(index) for index in indices}
+        headers = {index: self.header_ids(opening) for index, opening in openings.items()}
+        yield from self._continued(engine, "question", headers, openings)
+
+    def follow_ups(self, engine: TextEngine, chats: Mapping[int, Prompt]) -> Iterator[LogLine]:
+        """Sample a further question for each chat, and yield them as they finish."""
+        headers: dict[int, list[int]] = {}
+        openings: dict[int, str] = {}
+        room = self.context_length - MAX_QUESTION_TOKENS
+        for index, messages in chats.items():
+            openings[index] = self.opening(index, "follow-up opening")
+            header = user_turn(self.tokenizer(), history=messages).header
+            headers[index] = self._text_ids(header, openings[index])
+            if len(headers[index]) > room:
+                del headers[index]
+                yield LogLine(index=index, text="", finish_reason=_TOO_LONG, num_tokens=0)
+        yield from self._continued(engine, "follow-up", headers, openings)
+
+    def _continued(
+        self,
+        engine: TextEngine,
+        use: str,
+        headers: Mapping[int, list[int]],
+        openings: Mapping[int, str],
+    ) -> Iterator[LogLine]:
+        """Yield questions that the model continues headers with, openings included."""
+        settings, turn = self._settings, self._turn()
+        indices = list(headers)
         sampling = {
             "temperature": settings.question_temperature,
             "top_p": settings.question_top_p,
@@ -309,8 +366,8 @@ class _ModelTexts:
         lines = _log_lines(
             engine,
             indices,
-            [{"prompt_token_ids": self.header_ids(opening)} for opening in openings.values()],
-            [sampling | {"seed": _seed(settings.seed, "question", index)} for index in indices],
+            [{"prompt_token_ids": header} for header in headers.values()],
+            [sampling | {"seed": _seed(settings.seed, use, index)} for index in indices],
         )
         for line in lines:
             # Words with which nothing was asked are no question.
@@ -490,13 +547,54 @@ async def _ask_endpoint(
     return failures
 
 
-def _chat_lines(
+def _follow_ups(
     settings: GenerationSettings,
-    questions: Sequence[KeptQuestion],
-    answered: Iterable[LogLine],
-    report: GenerationReport,
-) -> Iterator[dict[str, Any]]:
-    """Yield the chats whose answers pass the filters, and count all answers in the report."""
+    out: Path,
+    texts: _ModelTexts,
+    engine: Callable[[], TextEngine],
+    progress: ShowProgress,
+    chats: Mapping[int, Prompt],
+    counts: TextCounts,
+) -> list[KeptQuestion]:
+    """Return further questions of a share of the chats, and count all that were sampled."""
+    chosen = {
+        index: messages
+        for index, messages in chats.items()
+        if random.Random(_seed(settings.seed, "goes on", index)).random() < settings.follow_up_share
+    }
+    lines = {line.index: line for line in read_finished_lines(out / FOLLOW_UPS_FILE, LogLine)}
+    missing = {index: messages for index, messages in chosen.items() if index not in lines}
+    if missing:
+        step = progress.start("second turns", len(chosen), len(chosen) - len(missing))
+        with LineWriter(out / FOLLOW_UPS_FILE) as log:
+            for line in texts.follow_ups(engine(), missing):
+                log.append(line)
+                lines[line.index] = line
+                step()
+    seen = SeenQuestions()
+    kept: list[KeptQuestion] = []
+    for index, messages in chosen.items():
+        line = lines[index]
+        text = line.text.strip()
+        counts.generated += 1
+        counts.tokens += line.num_tokens
+        fault: str | None = _TOO_LONG
+        if line.finish_reason != _TOO_LONG:
+            is_cut = line.finish_reason == "length"
+            fault = question_fault(text, is_cut=is_cut) or seen.fault(text)
+        if fault is None:
+            kept.append(KeptQuestion(index, (*messages, ChatMessage("user", text))))
+        else:
+            counts.reject(fault, text)
+    counts.kept = len(kept)
+    return kept
+
+
+def _kept_chats(
+    questions: Sequence[KeptQuestion], answered: Iterable[LogLine], report: GenerationReport
+) -> dict[int, Prompt]:
+    """Return the chats whose answers pass the filters, by number, and count all answers."""
+    chats: dict[int, Prompt] = {}
     answers = {line.index: line for line in answered}
     counts = report.answers
     for question in questions:
@@ -516,11 +614,8 @@ def _chat_lines(
             continue
         counts.kept += 1
         report.kinds[extract_tree(text).kind] += 1
-        messages = [*question.prompt, ChatMessage("assistant", text)]
-        yield {
-            "id": f"{settings.model_name}/{settings.seed}/{question.index}",
-            "messages": [message.as_dict() for message in messages],
-        }
+        chats[question.index] = (*question.prompt, ChatMessage("assistant", text))
+    return chats
 
 
 def _question_line(question: KeptQuestion) -> dict[str, Any]:

@@ -123,9 +123,9 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """Text of a template around a user's message that begins a chat.
+    """Text of a template around a user's message.
 
-    header: text up to the message, with the system message.
+    header: text up to the message, with the system message and earlier turns.
     end_id: token that ends the message, or None.
     end_text: text that ends the message if no token does, such as "ASSISTANT:"; else empty.
     """
@@ -135,13 +135,19 @@ class UserTurn:
     end_text: str
 
 
-def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> UserTurn:
-    """Return what the tokenizer's template writes around a user's message.
+def user_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    system: str | None = None,
+    history: Sequence[ChatMessage] = (),
+) -> UserTurn:
+    """Return what the tokenizer's template writes around a user's message, after earlier turns.
 
     Raises TrainingError if the template does not mark where a message begins and ends, or does not
     write the system message.
     """
-    chat = _CHAT if system is None else (ChatMessage("system", system), *_CHAT)
+    chat = (*history, *_CHAT)
+    if system is not None:
+        chat = (ChatMessage("system", system), *chat)
     before, found, after = _render(tokenizer, chat, add_generation_prompt=True).partition(_QUESTION)
     if not found:
         raise TrainingError("the chat template does not write the user's message")

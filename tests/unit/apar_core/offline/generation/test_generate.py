@@ -202,8 +202,33 @@ def test_unusable_openings_are_refused(tmp_path: Path, content: str, said: str) 
         generate(tmp_path / "out", opened_share=1, openings=openings)
 
 
+def test_a_share_of_the_chats_goes_on_with_a_second_turn(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    report = generate(tmp_path, engine, num_questions=40, follow_up_share=1 / 2)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+    chats = [chat["messages"] for chat in lines(tmp_path / "chats.jsonl")]
+    longer = [messages for messages in chats if len(messages) == 4]
+    assert 0.2 * len(chats) < len(longer) < 0.8 * len(chats)
+    assert report.follow_ups.generated > report.follow_ups.kept >= len(longer)
+    assert report.answers.generated == 40 + report.follow_ups.kept
+    texts = list(map(tokenizer.decode, engine.prompts))
+    for asked, answered, again, _ in longer:
+        assert [each["role"] for each in (asked, answered, again)] == ["user", "assistant", "user"]
+        before = tokenizer.apply_chat_template([asked, answered], tokenize=False)
+        # The question was continued from the template's text, and answered with the whole chat.
+        assert f"{before}<|user|>" in texts
+        assert f"{before}<|user|>{again['content']}<|assistant|>" in texts
+    # First turns are those of a run without second ones.
+    generate(tmp_path / "without", num_questions=40)
+    alone = [chat["messages"] for chat in lines(tmp_path / "without" / "chats.jsonl")]
+    assert [messages[:2] for messages in chats] == alone
+
+
 @given(
-    name=st.sampled_from(["sampled.jsonl", "answers.jsonl"]),
+    name=st.sampled_from(
+        ["sampled.jsonl", "answers.jsonl", "follow-ups.jsonl", "follow-up-answers.jsonl"]
+    ),
     share=st.floats(0, 1),
     dropped=st.booleans(),
 )
@@ -223,7 +248,7 @@ def test_a_run_that_was_cut_at_any_byte_ends_with_the_same_files(
         for later in ("questions.jsonl", "chats.jsonl", "report.json"):
             (out / later).unlink()
 
-    generate(out)
+    generate(out, follow_up_share=1 / 2)
 
     assert outputs(out) == outputs(whole_run)
 
@@ -231,34 +256,34 @@ def test_a_run_that_was_cut_at_any_byte_ends_with_the_same_files(
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "out"
-    generate(out)
+    generate(out, follow_up_share=1 / 2)
     return out
 
 
-@pytest.mark.parametrize("ends_after", [0, 1, 5, 12, 17])
+@pytest.mark.parametrize("ends_after", [0, 1, 5, 12, 17, 21, 24])
 def test_an_interrupted_run_keeps_what_was_generated(
     tmp_path: Path, whole_run: Path, ends_after: int
 ) -> None:
     first = ScriptedEngine(ends_after=ends_after)
     with pytest.raises(KeyboardInterrupt):
-        generate(tmp_path, first)
+        generate(tmp_path, first, follow_up_share=1 / 2)
     second = ScriptedEngine()
-    generate(tmp_path, second)
+    generate(tmp_path, second, follow_up_share=1 / 2)
     third = ScriptedEngine()
-    generate(tmp_path, third)
+    generate(tmp_path, third, follow_up_share=1 / 2)
 
     assert not first.is_running
     assert outputs(tmp_path) == outputs(whole_run)
     whole = ScriptedEngine()
-    generate(tmp_path / "whole", whole)
+    generate(tmp_path / "whole", whole, follow_up_share=1 / 2)
     assert first.num_generated + second.num_generated == whole.num_generated
     assert third.num_generated == 0
 
 
 def test_more_questions_extend_a_run(tmp_path: Path, whole_run: Path) -> None:
-    generate(tmp_path, num_questions=3)
+    generate(tmp_path, num_questions=3, follow_up_share=1 / 2)
     few = lines(tmp_path / "chats.jsonl")
-    generate(tmp_path, num_questions=8)
+    generate(tmp_path, num_questions=8, follow_up_share=1 / 2)
 
     assert outputs(tmp_path) == outputs(whole_run)
     assert lines(tmp_path / "chats.jsonl")[: len(few)] == few
