@@ -32,7 +32,7 @@ _PANELS = {
         "target_threads": "a quarter of what a replica runs",
         "catch_up": "the configuration's",
     },
-    leave_out=("first_token_s", "report_period_s"),
+    leave_out=("first_token_s", "report_period_s", "lists"),
 )
 def simulate(
     settings: SimulationSettings,
