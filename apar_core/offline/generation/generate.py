@@ -141,6 +141,10 @@ class LogLine(BaseModel):
     num_tokens: NonNegativeInt
 
 
+Keep = Callable[[LogLine], None]
+"""Stores a line as soon as its text is finished."""
+
+
 class Rejection(BaseModel):
     """Number of texts that a filter rejected, and the first of them."""
 
@@ -155,6 +159,16 @@ class TextCounts(BaseModel):
     tokens: int = 0
     kept: int = 0
     rejected: dict[str, Rejection] = {}
+
+    def add(self, line: LogLine, text: str, fault: str | None) -> bool:
+        """Count a generated text, and return whether it is kept: it is if it has no fault."""
+        self.generated += 1
+        self.tokens += line.num_tokens
+        if fault is None:
+            self.kept += 1
+        else:
+            self.reject(fault, text)
+        return fault is None
 
     def reject(self, reason: str, text: str) -> None:
         """Count a rejected text."""
@@ -221,28 +235,18 @@ def generate_chats(
         _write_lines(out / QUESTIONS_FILE, map(_question_line, questions))
         failures: list[str] = []
 
-        def answered(file: str, asked: Sequence[KeptQuestion]) -> list[LogLine]:
-            lines = read_finished_lines(out / file, LogLine)
-            done = {line.index for line in lines}
-            missing = [question for question in asked if question.index not in done]
-            if missing:
-                title = "answers" if file == ANSWERS_FILE else "answers of second turns"
-                step = progress.start(title, len(asked), len(asked) - len(missing))
-                with LineWriter(out / file) as log:
+        def answered(log: _Log, asked: Sequence[KeptQuestion]) -> Mapping[int, LogLine]:
+            by_index = {question.index: question for question in asked}
 
-                    def keep(line: LogLine) -> None:
-                        log.append(line)
-                        lines.append(line)
-                        step()
+            def answer(indices: Sequence[int], keep: Keep) -> None:
+                missing = [by_index[index] for index in indices]
+                if endpoint is None:
+                    for line in texts.answers(engine(), missing):
+                        keep(line)
+                else:
+                    failures.extend(asyncio.run(_ask_endpoint(settings, endpoint, missing, keep)))
 
-                    if endpoint is None:
-                        for line in texts.answers(engine(), missing):
-                            keep(line)
-                    else:
-                        failures.extend(
-                            asyncio.run(_ask_endpoint(settings, endpoint, missing, keep))
-                        )
-            return lines
+            return log.completed(list(by_index), progress, answer)
 
         if endpoint is not None and not settings.follow_up_share:
             # A local engine is no longer needed.
@@ -254,10 +258,12 @@ def generate_chats(
             answers=TextCounts(),
             kinds=Counter(),
         )
-        chats = _kept_chats(questions, answered(ANSWERS_FILE, questions), report)
+        log = _Log(out / ANSWERS_FILE, "answers")
+        chats = _kept_chats(questions, answered(log, questions), report)
         if settings.follow_up_share:
             asked = _follow_ups(settings, out, texts, engine, progress, chats, report.follow_ups)
-            chats |= _kept_chats(asked, answered(FOLLOW_UP_ANSWERS_FILE, asked), report)
+            log = _Log(out / FOLLOW_UP_ANSWERS_FILE, "answers of second turns")
+            chats |= _kept_chats(asked, answered(log, asked), report)
     report.num_failed, report.failures = len(failures), failures[:_NUM_EXAMPLES]
     _write_lines(
         out / CHATS_FILE,
@@ -271,6 +277,39 @@ def generate_chats(
     )
     replace_file(out / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """File of one kind of generated texts, and the title of their progress."""
+
+    file: Path
+    title: str
+
+    def completed(
+        self,
+        indices: Sequence[int],
+        progress: ShowProgress,
+        generate: Callable[[Sequence[int], Keep], None],
+    ) -> dict[int, LogLine]:
+        """Return all lines of the file by number, after those with the given numbers were added.
+
+        `generate` is called for the numbers that the file lacks, and passes on each line as it is
+        finished. It may leave some out.
+        """
+        lines = {line.index: line for line in read_finished_lines(self.file, LogLine)}
+        missing = [index for index in indices if index not in lines]
+        if missing:
+            step = progress.start(self.title, len(indices), len(indices) - len(missing))
+            with LineWriter(self.file) as log:
+
+                def keep(line: LogLine) -> None:
+                    log.append(line)
+                    lines[line.index] = line
+                    step()
+
+                generate(missing, keep)
+        return lines
 
 
 class _ModelTexts:
@@ -440,7 +479,13 @@ def _sampled_questions(
 ) -> tuple[list[KeptQuestion], TextCounts]:
     """Sample until enough questions pass the filters; return the first of them by number."""
     wanted = settings.num_questions or 1
-    lines = {line.index: line for line in read_finished_lines(out / SAMPLED_FILE, LogLine)}
+    log = _Log(out / SAMPLED_FILE, "questions")
+
+    def ask(indices: Sequence[int], keep: Keep) -> None:
+        for line in texts.questions(engine(), indices):
+            keep(line)
+
+    lines = log.completed((), progress, ask)
     while True:
         questions, counts = _filtered(lines, wanted)
         if len(questions) == wanted:
@@ -450,13 +495,7 @@ def _sampled_questions(
         share = max(len(questions) / num_sampled, _MIN_KEPT_SHARE) if num_sampled else 0.7
         until = num_sampled + math.ceil((wanted - len(questions)) / share * 1.05) + 4
         # An interrupted run may have left out some numbers.
-        missing = [index for index in range(until) if index not in lines]
-        step = progress.start("questions", until, until - len(missing))
-        with LineWriter(out / SAMPLED_FILE) as log:
-            for line in texts.questions(engine(), missing):
-                log.append(line)
-                lines[line.index] = line
-                step()
+        lines = log.completed(range(until), progress, ask)
 
 
 def _filtered(lines: Mapping[int, LogLine], wanted: int) -> tuple[list[KeptQuestion], TextCounts]:
@@ -467,16 +506,17 @@ def _filtered(lines: Mapping[int, LogLine], wanted: int) -> tuple[list[KeptQuest
     index = 0
     while len(kept) < wanted and (line := lines.get(index)) is not None:
         text = line.text.strip()
-        counts.generated += 1
-        counts.tokens += line.num_tokens
-        fault = question_fault(text, is_cut=line.finish_reason == "length") or seen.fault(text)
-        if fault is None:
+        if counts.add(line, text, _question_fault(line, text, seen)):
             kept.append(KeptQuestion(index, (ChatMessage("user", text),)))
-        else:
-            counts.reject(fault, text)
         index += 1
-    counts.kept = len(kept)
     return kept, counts
+
+
+def _question_fault(line: LogLine, text: str, seen: SeenQuestions) -> str | None:
+    """Say why a question is not used, or None."""
+    if line.finish_reason == _TOO_LONG:
+        return _TOO_LONG
+    return question_fault(text, is_cut=line.finish_reason == "length") or seen.fault(text)
 
 
 def _check_yield(counts: TextCounts) -> None:
@@ -562,57 +602,39 @@ def _follow_ups(
         for index, messages in chats.items()
         if random.Random(_seed(settings.seed, "goes on", index)).random() < settings.follow_up_share
     }
-    lines = {line.index: line for line in read_finished_lines(out / FOLLOW_UPS_FILE, LogLine)}
-    missing = {index: messages for index, messages in chosen.items() if index not in lines}
-    if missing:
-        step = progress.start("second turns", len(chosen), len(chosen) - len(missing))
-        with LineWriter(out / FOLLOW_UPS_FILE) as log:
-            for line in texts.follow_ups(engine(), missing):
-                log.append(line)
-                lines[line.index] = line
-                step()
+
+    def ask(indices: Sequence[int], keep: Keep) -> None:
+        for line in texts.follow_ups(engine(), {index: chosen[index] for index in indices}):
+            keep(line)
+
+    log = _Log(out / FOLLOW_UPS_FILE, "second turns")
+    lines = log.completed(list(chosen), progress, ask)
     seen = SeenQuestions()
     kept: list[KeptQuestion] = []
     for index, messages in chosen.items():
-        line = lines[index]
-        text = line.text.strip()
-        counts.generated += 1
-        counts.tokens += line.num_tokens
-        fault: str | None = _TOO_LONG
-        if line.finish_reason != _TOO_LONG:
-            is_cut = line.finish_reason == "length"
-            fault = question_fault(text, is_cut=is_cut) or seen.fault(text)
-        if fault is None:
+        text = lines[index].text.strip()
+        if counts.add(lines[index], text, _question_fault(lines[index], text, seen)):
             kept.append(KeptQuestion(index, (*messages, ChatMessage("user", text))))
-        else:
-            counts.reject(fault, text)
-    counts.kept = len(kept)
     return kept
 
 
 def _kept_chats(
-    questions: Sequence[KeptQuestion], answered: Iterable[LogLine], report: GenerationReport
+    questions: Sequence[KeptQuestion], answers: Mapping[int, LogLine], report: GenerationReport
 ) -> dict[int, Prompt]:
     """Return the chats whose answers pass the filters, by number, and count all answers."""
     chats: dict[int, Prompt] = {}
-    answers = {line.index: line for line in answered}
-    counts = report.answers
     for question in questions:
         line = answers.get(question.index)
         if line is None:
             continue
         text = line.text.strip()
-        counts.generated += 1
-        counts.tokens += line.num_tokens
         fault = (
             _TOO_LONG
             if line.finish_reason == _TOO_LONG
             else answer_fault(text, is_cut=line.finish_reason == "length")
         )
-        if fault is not None:
-            counts.reject(fault, text)
+        if not report.answers.add(line, text, fault):
             continue
-        counts.kept += 1
         report.kinds[extract_tree(text).kind] += 1
         chats[question.index] = (*question.prompt, ChatMessage("assistant", text))
     return chats
