@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from apar_core.formats.control_tokens import TreeTokens
 from apar_core.offline.data.records import ExampleRecord
 from apar_core.offline.training.example_encoder import ExampleEncoder
-from apar_core.offline.training.packing import IGNORED_TARGET, TreeBatch
+from apar_core.offline.training.packing import IGNORED_TARGET
 from apar_core.offline.training.tree_forward import learned_logits
 from apar_core.offline.training.tree_trainer import TreeCollator, tree_batch
 
@@ -50,6 +51,51 @@ _COUNTS = ("answers", "rule_places", "forks", "other_places", "stray_forks", "mi
 
 
 @dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """What a model says of the N tokens of a recorded answer, control and end tokens included.
+
+    logits_NV: at each token, after the one in `before_N`. is_whole: the answer was not cut.
+    """
+
+    tokens: TreeTokens
+    before_N: Tensor
+    targets_N: Tensor
+    logits_NV: Tensor
+    is_whole: bool
+
+    def loss(self) -> tuple[float, int]:
+        """Return the log-loss (nats) of the text, and its number of tokens."""
+        tokens = self.tokens
+        others = self.targets_N.new_tensor((tokens.fork_id, tokens.child_id, tokens.end_id))
+        is_text_N = ~torch.isin(self.targets_N, others)
+        logits_NV = self.logits_NV[is_text_N].float()
+        loss = cross_entropy(logits_NV, self.targets_N[is_text_N], reduction="sum")
+        return float(loss), int(is_text_N.sum())
+
+    def counts(self, name: str, kind: str) -> ForcedCounts:
+        """Count the first choices."""
+        logits_NV, before_N = self.logits_NV.clone(), self.before_N
+        fork_id, child_id = self.tokens.fork_id, self.tokens.child_id
+        banned_N = (before_N == fork_id) | (before_N == child_id)
+        first_N = logits_NV.argmax(-1)
+        misplaced_N = (first_N == child_id) | (banned_N & (first_N == fork_id))
+        # As the engine samples.
+        logits_NV[:, child_id] = -torch.inf
+        logits_NV[banned_N, fork_id] = -torch.inf
+        forks_N = logits_NV.argmax(-1) == fork_id
+        wanted_N = self.targets_N == fork_id
+        return ForcedCounts(
+            example=name,
+            kind=kind,
+            rule_places=int(wanted_N.sum()),
+            forks=int((wanted_N & forks_N).sum()),
+            other_places=int((~wanted_N).sum()),
+            stray_forks=int((~wanted_N & forks_N).sum()),
+            misplaced=int(misplaced_N.sum()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ForkForcing:
     """A model with full attention, and the encoder of its recorded answers."""
 
@@ -59,54 +105,21 @@ class ForkForcing:
     pad_id: int
 
     @torch.inference_mode()
-    def loss(self, example: ExampleRecord) -> tuple[float, int] | None:
-        """Return the log-loss (nats) of an answer's text, and its number of tokens.
-
-        Control and end tokens do not count. None if the answer is too long for the model.
-        """
-        if self.encoder.fitted(example) is None or (batch := self._batch(example)) is None:
-            return None
-        targets_N = batch.targets_BT[batch.targets_BT != IGNORED_TARGET]
-        tokens = self.tokens
-        others = targets_N.new_tensor((tokens.fork_id, tokens.child_id, tokens.end_id))
-        is_text_N = ~torch.isin(targets_N, others)
-        logits_NV = learned_logits(self.model, batch, self.model)[is_text_N]
-        loss = cross_entropy(logits_NV.float(), targets_N[is_text_N], reduction="sum")
-        return float(loss), int(is_text_N.sum())
-
-    @torch.inference_mode()
-    def counts(self, name: str, example: ExampleRecord) -> ForcedCounts | None:
-        """Count the first choices within an answer; None if it is too long for the model."""
-        if (batch := self._batch(example)) is None:
-            return None
-        learned_BT = batch.targets_BT != IGNORED_TARGET
-        targets_N, before_N = batch.targets_BT[learned_BT], batch.token_ids_BT[learned_BT]
-        logits_NV = learned_logits(self.model, batch, self.model)
-        fork_id, child_id = self.tokens.fork_id, self.tokens.child_id
-        banned_N = (before_N == fork_id) | (before_N == child_id)
-        first_N = logits_NV.argmax(-1)
-        misplaced_N = (first_N == child_id) | (banned_N & (first_N == fork_id))
-        # As the engine samples.
-        logits_NV[:, child_id] = -torch.inf
-        logits_NV[banned_N, fork_id] = -torch.inf
-        forks_N = logits_NV.argmax(-1) == fork_id
-        wanted_N = targets_N == fork_id
-        return ForcedCounts(
-            example=name,
-            kind=example.kind,
-            rule_places=int(wanted_N.sum()),
-            forks=int((wanted_N & forks_N).sum()),
-            other_places=int((~wanted_N).sum()),
-            stray_forks=int((~wanted_N & forks_N).sum()),
-            misplaced=int(misplaced_N.sum()),
-        )
-
-    def _batch(self, example: ExampleRecord) -> TreeBatch | None:
+    def read(self, example: ExampleRecord) -> ReadAnswer | None:
+        """Let the model read an answer; None if its prompt alone is too long for the model."""
         packed = self.encoder.encode(example)
         if packed is None:
             return None
         tensors = TreeCollator.for_model(self.model, self.pad_id)([packed])
-        return tree_batch({key: each.to(self.model.device) for key, each in tensors.items()})
+        batch = tree_batch({key: each.to(self.model.device) for key, each in tensors.items()})
+        learned_BT = batch.targets_BT != IGNORED_TARGET
+        return ReadAnswer(
+            self.tokens,
+            batch.token_ids_BT[learned_BT],
+            batch.targets_BT[learned_BT],
+            learned_logits(self.model, batch, self.model),
+            is_whole=self.encoder.fitted(example) is not None,
+        )
 
 
 def sums_by(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -273,28 +272,25 @@ def _recorded_loss_table(results: ForkResults, measures: dict[str, _Measure]) ->
         "the rules fork": [pair for pair in results.recorded if pair[0].forks],
         "the rules do not fork": [pair for pair in results.recorded if not pair[0].forks],
     }
+    statistics_of: tuple[Callable[[Floats], Floats], ...] = (
+        lambda sums: sums[..., 0] / sums[..., 2],
+        lambda sums: sums[..., 1] / sums[..., 2],
+        lambda sums: sums[..., 0] / sums[..., 1],
+    )
     rows: list[tuple[Cell, ...]] = []
     for name, pairs in groups.items():
         if not pairs:
             continue
         # Per token of the base model: the two may cut the same text into other tokens.
         values = [(ours.nats, theirs.nats, theirs.tokens) for ours, theirs in pairs]
-        ours, theirs = (
-            of_sums(values, partial(_per_token, column), seed=results.settings.seed)
-            for column in (0, 1)
-        )
-        ratio = of_sums(
-            values, lambda sums: sums[..., 0] / sums[..., 1], seed=results.settings.seed
-        )
-        rows.append(
-            (
-                *(name, len(pairs), ours.value, ours.interval(".3f")),
-                *(theirs.value, theirs.interval(".3f"), ratio.value, ratio.interval(".3f")),
-            )
-        )
+        found = [
+            of_sums(values, statistic, seed=results.settings.seed) for statistic in statistics_of
+        ]
+        intervals = [cell for each in found for cell in (each.value, each.interval(".3f"))]
+        rows.append((name, len(pairs), *intervals))
         if pairs[0][0].forks:
             title = "log-loss of recorded answers that the rules fork: with forks / under the base"
-            measures["recorded_loss_ratio"] = _Measure(title, ratio, ".3f")
+            measures["recorded_loss_ratio"] = _Measure(title, found[-1], ".3f")
     return ReportTable(
         "recorded-loss",
         "Log-loss of the text of recorded answers",
@@ -307,10 +303,6 @@ def _recorded_loss_table(results: ForkResults, measures: dict[str, _Measure]) ->
         "model reads the text in one thread unless it forks too. Both per token of the base model, "
         "without control and end tokens. Intervals are bootstrapped over answers.",
     )
-
-
-def _per_token(column: int, sums: Floats) -> Floats:
-    return sums[..., column] / sums[..., 2]
 
 
 def _equality_table(results: ForkResults, measures: dict[str, _Measure]) -> ReportTable:

@@ -548,9 +548,9 @@ class _Evaluation:
                 self.missing[part] = f"not read: {model.name} has {limit}"
                 return [], []
         forced, recorded = self.forced.lines, self.recorded.lines
+        compared = BASE in self._models
         for source, model in self._models.items():
             counted = forced if source == MODEL else by_name
-            compared = BASE in self._models
             missing = {
                 name: example
                 for name, example in by_name.items()
@@ -561,11 +561,14 @@ class _Evaluation:
             done = self._progress.start(f"recorded answers, read by {model.name}", len(missing))
             forcing = _forcing(model.path, longest[source])
             for name, example in missing.items():
+                read = forcing.read(example)
                 if name not in counted:
-                    none = ForcedCounts(example=name, kind=example.kind, answers=0)
-                    self.forced.add(forcing.counts(name, example) or none)
+                    counts = ForcedCounts(example=name, kind=example.kind, answers=0)
+                    if read is not None:
+                        counts = read.counts(name, example.kind)
+                    self.forced.add(counts)
                 if compared:
-                    nats, tokens = forcing.loss(example) or (0.0, 0)
+                    nats, tokens = (0.0, 0) if read is None or not read.is_whole else read.loss()
                     self.recorded.add(
                         RecordedLoss(
                             source=source,
@@ -578,7 +581,7 @@ class _Evaluation:
                     )
                 done()
         pairs = []
-        if BASE in self._models:
+        if compared:
             pairs = [(recorded[MODEL, name], recorded[BASE, name]) for name in by_name]
         return (
             [forced[name] for name in by_name if forced[name].answers],

@@ -39,9 +39,9 @@ def examples() -> list[ExampleRecord]:
 def test_the_embedded_model_forks_where_its_corpus_does(
     forcing: ForkForcing, examples: list[ExampleRecord]
 ) -> None:
-    found = [forcing.counts(str(n), each) for n, each in enumerate(examples)]
+    found = [(str(n), each.kind, forcing.read(each)) for n, each in enumerate(examples)]
 
-    counts = [each for each in found if each is not None]
+    counts = [read.counts(name, kind) for name, kind, read in found if read is not None]
     assert [each.rule_places for each in counts] == [count_forks(e.answer) for e in examples]
     total = sums_by(counts, lambda _: "all")["all"]
     assert total.forks >= 0.95 * total.rule_places > 0
@@ -55,9 +55,10 @@ def test_forks_that_an_answer_lacks_are_stray(
     example = next(each for each in examples if count_forks(each.answer) > 2)
     flat = ExampleRecord(example.kind, example.messages, ParagraphRecord(flat_text(example.answer)))
 
-    counts = forcing.counts("flat", flat)
+    read = forcing.read(flat)
 
-    assert counts is not None
+    assert read is not None
+    counts = read.counts("flat", flat.kind)
     assert counts.rule_places == counts.forks == 0
     # The model wants to fork at the first head, where the recorded answer goes on.
     assert counts.stray_forks >= 1
@@ -79,8 +80,13 @@ def test_the_log_loss_is_that_of_each_thread_after_what_it_reads(forcing: ForkFo
     )
     messages = (ChatMessage("user", "Give me 2 tips."),)
 
-    forked = forcing.loss(ExampleRecord("list", messages, answer))
-    flat = forcing.loss(ExampleRecord("list", messages, ParagraphRecord(flat_text(answer))))
+    def loss(answer: ParagraphRecord) -> tuple[float, int]:
+        read = forcing.read(ExampleRecord("list", messages, answer))
+        assert read is not None
+        assert read.is_whole
+        return read.loss()
+
+    forked, flat = loss(answer), loss(ParagraphRecord(flat_text(answer)))
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -95,8 +101,6 @@ def test_the_log_loss_is_that_of_each_thread_after_what_it_reads(forcing: ForkFo
         (root, heads[1]),
         ([*root, *heads[1], *fork, *child], second),
     ]
-    assert forked is not None
-    assert flat is not None
     assert forked[0] == pytest.approx(sum(log_loss(forcing, *part) for part in parts), rel=1e-4)
     assert forked[1] == sum(len(text) for _, text in parts)
     assert flat[0] == pytest.approx(log_loss(forcing, prompt, ids(flat_text(answer))), rel=1e-4)
