@@ -9,8 +9,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from apar_core.errors import EngineError, EvaluationError
@@ -22,7 +20,7 @@ from apar_core.scheduler.step_time import StepClock
 from apar_core.step_costs.models import find_model
 from apar_core.vllm_names import call_at_preemption
 from cluster.lab.experiments.methods import Policy, Workload, load_workload, marker_id
-from cluster.lab.experiments.random_model import write_random_model
+from cluster.lab.experiments.random_model import random_model
 from cluster.lab.virtual.engine import VirtualEngine, VirtualSpec
 from deployments.config.model import model_path
 
@@ -353,9 +351,7 @@ def _virtual_engine(
         engine = VirtualEngine(spec)
     else:
         forks = {**forks, "parallel_format": parallel_format}
-        with TemporaryDirectory(prefix="apar-tokenizer-") as folder:
-            checkpoint = write_random_model(model, Path(folder))
-            engine = VirtualEngine(replace(spec, forks=forks, checkpoint=checkpoint))
+        engine = VirtualEngine(replace(spec, forks=forks, checkpoint=random_model(model)))
     engine.device.counts_blocks = True
     return engine
 

@@ -1,7 +1,10 @@
 """Models of random weights, whose steps take as long as those of trained ones."""
 
+import atexit
 import json
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from apar_core.step_costs.models import find_model
 
@@ -33,3 +36,11 @@ def write_random_model(name: str, folder: Path) -> Path:
     content = json.dumps({**llama, **config, **own}, indent=1)
     (folder / "config.json").write_text(content, encoding="utf-8")
     return folder
+
+
+@cache
+def random_model(name: str) -> Path:
+    """Return a folder of `write_random_model`, which is removed when this process exits."""
+    folder = TemporaryDirectory(prefix="apar-model-")
+    atexit.register(folder.cleanup)
+    return write_random_model(name, Path(folder.name))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from functools import partial
 from typing import Any
 
 from apar_core.formats.shipped_formats import LISTS
 from cluster.lab.experiments.parts import StartStage
-from cluster.lab.experiments.random_model import write_random_model
+from cluster.lab.experiments.random_model import random_model
 from cluster.lab.grid import grid
 from cluster.lab.simulation.cluster import (
     Cluster,
@@ -65,7 +62,8 @@ def cluster_settings(settings: SimulationSettings, case: Case) -> ClusterSetting
     checkpoint: dict[str, Any] = {}
     if settings.lists:
         forks["parallel_format"] = LISTS.name
-        checkpoint["checkpoint"] = _llama_checkpoint(settings.model)
+        # The format reads text, so the engine needs a tokenizer with all of Llama's vocabulary.
+        checkpoint["checkpoint"] = random_model(settings.model)
     spec = VirtualSpec(
         settings.device.size.config,
         settings.step_costs,
@@ -90,14 +88,6 @@ def cluster_settings(settings: SimulationSettings, case: Case) -> ClusterSetting
         gateways=settings.gateways,
         start_s=settings.start_delay_s,
     )
-
-
-@cache
-def _llama_checkpoint(model: str) -> Path:
-    """Return a folder with Llama's tokenizer and a model's shape, until the process exits."""
-    folder = TemporaryDirectory(prefix="apar-tokenizer-")
-    atexit.register(folder.cleanup)
-    return write_random_model(model, Path(folder.name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class _Live:
     """A request in the core. `generated` counts tokens by thread, including those of a journal."""
 
     request: VirtualRequest
-    reader: ScriptReader | ListReader
+    reader: Reader
     generated: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     has_begun: bool = False
@@ -211,8 +211,8 @@ class VirtualCore:
         """Queue a request; an idle core's clock moves to its arrival.
 
         With a journal, the core continues a request that another core has begun, as the product
-        does. Raises EngineError if the request is running, does not fit, or has no thread left; if
-        the engine does not write lists in parallel, and the request does; and for its journal.
+        does. Raises EngineError if the request is running, does not fit, or has no thread left, or
+        if it writes lists in parallel and the engine does not.
         """
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id!r} is already running")
@@ -263,10 +263,7 @@ class VirtualCore:
         for output in (each for client in (outputs or {}).values() for each in client.outputs):
             self._take(output, events, stopped, grown)
         for live in grown.values():
-            if isinstance(live.reader, ListReader):
-                live.reader.advance(self.now_s)
-            else:
-                live.reader.advance(live.generated, self.now_s)
+            live.reader.advance(live.generated, self.now_s)
         for request_id in stopped:
             if self.scheduler.threads.group_of_root(request_id) is None:
                 events.append(self._event(self._live.pop(request_id), is_end=True))
@@ -279,7 +276,9 @@ class VirtualCore:
         """
         live = self._live[request_id]
         if live.request.listed is not None:
-            raise EngineError(f"{request_id!r} writes lists in parallel: it has no journal here")
+            raise EngineError(
+                f"{request_id!r} writes lists in parallel, so another core cannot continue it"
+            )
         deltas: list[ThreadDelta] = []
         pending: list[ThreadPath] = [()]
         while pending:
@@ -294,13 +293,15 @@ class VirtualCore:
                 pending.extend((*path, ordinal) for ordinal in range(num_forks))
         return tuple(sorted(deltas))
 
-    def _reader(self, request: VirtualRequest) -> ScriptReader | ListReader:
+    def _reader(self, request: VirtualRequest) -> Reader:
         name, tokens, rules = request.request_id, self.tokens, self._cores.list_rules
         if request.listed is None:
             fork_id = tokens.fork_id if request.forked and rules is None else None
             return ScriptReader(name, request.scripts, fork_id=fork_id, end_id=tokens.end_id)
         if rules is None:
-            raise EngineError(f"this engine does not write the lists of {name!r} in parallel")
+            raise EngineError(
+                f"{name!r} writes lists in parallel, and this engine has no such format"
+            )
         return ListReader(
             ListThreads(
                 name, self._parameters, rules, request.prompt_ids, max_tokens=request.max_tokens
@@ -346,12 +347,11 @@ class VirtualCore:
         live = self._live.get(root_id)
         if live is None:
             return
-        if isinstance(live.reader, ListReader):
-            live.reader.take(output)
-            grown[root_id] = live
+        live.reader.take(output)
+        # The end of a thread may make other text certain.
+        grown[root_id] = live
         if output.new_token_ids:
             live.generated[name] = live.generated.get(name, 0) + len(output.new_token_ids)
-            grown[root_id] = live
             if not live.has_begun:
                 live.has_begun = True
                 if output.prefill_stats is not None:

@@ -175,12 +175,16 @@ def test_lists_take_the_steps_of_an_engine_with_its_front_end(tmp_path: Path) ->
 def test_lists_need_an_engine_that_writes_them_and_have_no_journal(
     core: VirtualCore, tmp_path: Path
 ) -> None:
-    with pytest.raises(EngineError, match="does not write the lists of 'r1' in parallel"):
+    with pytest.raises(
+        EngineError, match="'r1' writes lists in parallel, and this engine has no such format"
+    ):
         core.add(listed_request(1))
 
     listing = VirtualCores(list_spec(tmp_path)).build()
     listing.add(listed_request(1))
-    with pytest.raises(EngineError, match="it has no journal here"):
+    with pytest.raises(
+        EngineError, match="'r1' writes lists in parallel, so another core cannot continue it"
+    ):
         listing.journal("r1")
 
 
