@@ -212,10 +212,10 @@ class TextLoss(BaseModel):
 
 
 class RecordedLoss(BaseModel):
-    """Log-loss (nats) of a recorded answer's text, read with the forks of the rules by the model.
+    """Log-loss (nats) of the text of a recorded answer, as one model reads it.
 
-    The base model reads it in one thread unless it forks. tokens: of the text; 0 for an answer that
-    is too long.
+    The model reads it with the forks of the rules, the base model in one thread unless it forks.
+    tokens: of the text; 0 for an answer that is too long.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,9 +1,9 @@
 """A cluster of virtual engine cores in one event loop.
 
-All decisions are made by the product's own code: the router of `deployments/routing`, the
-scheduler, fork policy and KV-cache manager in each core, `deployments.autoscaling.decide`, and the
-limits of a `ModelConfig` and a `RetryConfig`. Only the rest is modeled: arrivals, the gateway's
-queue (one key, so first in, first out), the delay of load reports, and loss and start of replicas.
+The product's own code makes all decisions: the router, and in each core the scheduler, the fork
+policy and the KV-cache manager. So it does for the autoscaler and the limits of a `ModelConfig` and
+a `RetryConfig`. The rest is modeled: arrivals, the gateway's queue (one key, so first in, first
+out), the delay of load reports, and loss and start of replicas.
 
 All times are virtual. An entry of the event heap is a time and a call. A core's next step is such a
 call, and its output is delivered at the end of the step. A core in the middle of a step therefore

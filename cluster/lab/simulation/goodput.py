@@ -115,10 +115,10 @@ def rate_bound(
     """Return a bound on the rate within a limit on `tpot`; None without this limit.
 
     It holds for schedulers that serve every request and are never idle. At a rate, the rows of a
-    mean step are the tokens that arrive during it, so no order of the work changes a mean step, and
-    uneven steps are longer where costs are convex: up to the largest CUDA graph. The bound is the
-    rate at which a mean step is as long as the SLO allows for the share of the requests, each of
-    which has all its threads in every step. Shared prefixes cost nothing.
+    mean step are the tokens that arrive during it, so no order of the work changes a mean step.
+    Uneven steps are longer where costs are convex: up to the largest CUDA graph. The bound is the
+    rate at which a mean step is as long as the SLO allows for the share of the requests. Each of
+    them has all its threads in every step. Shared prefixes cost nothing.
     """
     limit_s = slo.limits.get("tpot")
     if limit_s is None:
@@ -279,8 +279,8 @@ def search_rates(
 class Goodput:
     """The result of one method and SLO; `best` is None if no rate meets the SLO.
 
-    bound: `rate_bound` of the method's requests; None also for lists, whose tokens that are
-        discarded depend on the run.
+    bound: `rate_bound` of the method's requests. None also for lists: how many tokens they discard
+        depends on the run.
     """
 
     method: str
