@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from matplotlib.axes import Axes
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 
 from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
+from apar_core.offline.decoders.interface import DecodedThread
 from apar_core.offline.decoders.load import SINGLE_THREAD
 from apar_core.offline.decoders.pass_times import (
     PASSES_FILE,
@@ -236,11 +238,10 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
     if cut:
         facts["Cut off"] = f"{cut} answers, by the token limit or the model's context"
     if not run.prefers_likely_text:
-        different = differing_texts(run.answers)
+        equal = compare_threads(run.answers)
         facts["Texts"] = (
-            "those of plain for all methods without forks, of vanilla_apar for all with forks"
-            if not different
-            else f"{different} answers differ from those without speculation"
+            f"{equal.compared} threads of all methods compared with the {equal.known} of plain and "
+            f"vanilla_apar: {equal.different or 'none'} differ"
         )
     tables = [
         methods_table(run),
@@ -264,21 +265,49 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
     return Report("Parallel Prompt Decoding", facts, tables, figures, {})
 
 
-def differing_texts(by_method: Mapping[str, Sequence[MethodAnswer]]) -> int:
-    """Return how many answers differ from those of the same threads without speculation.
+class ThreadEquality(NamedTuple):
+    """Threads without speculation, threads compared with them, and how many of these differ."""
 
-    Answers with forks that a limit cut off are left out: where their threads end depends on the
-    order of the passes. A single thread is cut after the same token.
+    known: int
+    compared: int
+    different: int
+
+
+def compare_threads(by_method: Mapping[str, Sequence[MethodAnswer]]) -> ThreadEquality:
+    """Compare each thread, token by token, with the same thread without speculation.
+
+    Where a limit cuts the threads of an answer depends on the order of the passes. So of such an
+    answer a thread is compared as far as both go, and one that was not opened is not compared.
     """
-    number = 0
-    for name, answers in by_method.items():
-        reference = _unspeculated(name)
-        base = {each.question_id: each for each in by_method[reference]}
+    known = {
+        (method, answer.question_id): answer
+        for method in (PLAIN, VANILLA)
+        for answer in by_method.get(method, ())
+    }
+    num_known = sum(len(answer.threads) for answer in known.values())
+    compared = different = 0
+    for method, answers in by_method.items():
+        if method in (PLAIN, VANILLA):
+            continue
         for answer in answers:
-            other = base[answer.question_id]
-            whole = reference == PLAIN or (answer.ended and other.ended)
-            number += whole and answer.text != other.text
-    return number
+            reference = known[_unspeculated(method), answer.question_id]
+            threads, others = (
+                {thread.thread: thread for thread in each.threads} for each in (answer, reference)
+            )
+            both = threads.keys() & others.keys()
+            compared += len(both)
+            different += sum(_differ(threads[name], others[name]) for name in both)
+            if answer.ended and reference.ended:
+                different += len(threads.keys() ^ others.keys())
+    return ThreadEquality(num_known, compared, different)
+
+
+def _differ(one: DecodedThread, other: DecodedThread) -> bool:
+    shorter, longer = sorted((one, other), key=lambda each: len(each.token_ids))
+    length = len(shorter.token_ids)
+    if longer.token_ids[:length] != shorter.token_ids:
+        return True
+    return shorter.ended and len(longer.token_ids) > length
 
 
 def _unspeculated(name: str) -> str:
@@ -369,9 +398,8 @@ def table_1(run: Measurements) -> ReportTable:
             continue
         answers = run.answers[method.name]
         trees = () if method.tree is None else method.tree.trees[1:]
-        same = not run.prefers_likely_text and not differing_texts(
-            {PLAIN: run.answers[PLAIN], method.name: answers}
-        )
+        alone = {PLAIN: run.answers[PLAIN], method.name: answers}
+        same = not run.prefers_likely_text and not compare_threads(alone).different
         rows.append(
             (run.settings.model_name, method.name, "measured here", _speed(answers),
              length_interval(answers)[0], _pass_ms(answers),

@@ -27,6 +27,7 @@ from apar_core.offline.decoders.draft_model import DraftDecoder
 from apar_core.offline.decoders.interface import (
     AnswerDecoder,
     DecodedAnswer,
+    DecodedThread,
     DecodeLimits,
     TokenChoice,
     decode_answer,
@@ -129,15 +130,18 @@ class LivePasses(BaseModel):
 
 
 class MethodAnswer(BaseModel):
-    """Answer of one method: passes by live threads, and passes of a draft model if there is one."""
+    """Answer of one method: passes by live threads, and passes of a draft model if there is one.
+
+    `text` is for readers; methods are compared by their `threads`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     question_id: str
     method: str
     text_tokens: int
-    ended: bool
     text: str
+    threads: tuple[DecodedThread, ...]
     prefill_s: float
     live: dict[int, LivePasses]
     draft_passes: int = 0
@@ -147,6 +151,11 @@ class MethodAnswer(BaseModel):
     def key(self) -> tuple[str, str, int]:
         """Unique key within a run."""
         return self.question_id, self.method, self.repeat
+
+    @property
+    def ended(self) -> bool:
+        """Whether no limit cut a thread off."""
+        return all(thread.ended for thread in self.threads)
 
     @property
     def total(self) -> LivePasses:
@@ -169,8 +178,8 @@ def method_answer(question_id: str, method: str, answer: DecodedAnswer, text: st
         question_id=question_id,
         method=method,
         text_tokens=len(answer.text_ids),
-        ended=all(thread.ended for thread in answer.threads),
         text=text,
+        threads=answer.threads,
         prefill_s=answer.trace[0].seconds,
         live=live,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, StepRecord
-from apar_core.offline.evaluation.ppd import differing_texts
+from apar_core.offline.evaluation.ppd import compare_threads
 from apar_core.offline.evaluation.ppd_measurements import (
     LivePasses,
     MethodAnswer,
@@ -26,7 +27,7 @@ from apar_core.offline.evaluation.ppd_measurements import (
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.prompt_tokens import PromptTokens, save_prompt_tokens
 from apar_core.offline.speculation.train_prompts import PROMPT_TOKENS
-from apar_core.tree.thread_names import ROOT_THREAD
+from apar_core.tree.thread_names import ROOT_THREAD, child_thread
 from tests.fakes import apar_command
 
 TABLE = AcceptanceTable(
@@ -38,7 +39,7 @@ TABLE = AcceptanceTable(
 
 def answer_of(question_id: str, live: dict[int, tuple[int, int]]) -> MethodAnswer:
     return MethodAnswer(
-        question_id=question_id, method="ppd", text_tokens=4, ended=True, text="", prefill_s=0.0,
+        question_id=question_id, method="ppd", text_tokens=4, text="", threads=(), prefill_s=0.0,
         live={rows: LivePasses(passes=n, tokens=t, seconds=1.0) for rows, (n, t) in live.items()},
     )  # fmt: skip
 
@@ -168,21 +169,33 @@ def test_unusable_options_are_refused(
     assert message in output
 
 
-def test_texts_are_compared_if_they_must_be_equal() -> None:
-    def of(method: str, text: str, *, ended: bool) -> MethodAnswer:
-        return answer_of("1", {1: (1, 1)}).model_copy(
-            update={"method": method, "text": text, "ended": ended}
-        )
+def test_threads_are_compared_with_those_without_speculation() -> None:
+    def of(method: str, root: Sequence[int], *children: Sequence[int]) -> MethodAnswer:
+        """Return an answer whose threads ended if their last token is 0."""
+        threads = [DecodedThread(ROOT_THREAD, None, 0, tuple(root), root[-1] == 0)]
+        for ordinal, tokens in enumerate(children):
+            name = child_thread(ROOT_THREAD, ordinal)
+            ended = tokens[-1] == 0
+            threads.append(DecodedThread(name, ROOT_THREAD, ordinal, tuple(tokens), ended))
+        changes = {"method": method, "threads": tuple(threads)}
+        return answer_of("1", {1: (1, 1)}).model_copy(update=changes)
 
-    answers = {
-        "plain": [of("plain", "one two", ended=False)],
-        "ppd": [of("ppd", "one two", ended=False)],
-        "vanilla_apar": [of("vanilla_apar", "three", ended=True)],
-        "ppd_apar": [of("ppd_apar", "thr", ended=False)],
-    }
-    assert differing_texts(answers) == 0
+    plain, forked = [5, 6, 7], ([5, 0], [6, 7, 0])
+    base = {"plain": [of("plain", plain)], "vanilla_apar": [of("vanilla_apar", *forked)]}
 
-    # Where the threads of a forked answer are cut differs, but not where a single one is.
-    answers["lookup"] = [of("lookup", "one", ended=False)]
-    answers["lookup_apar"] = [of("lookup_apar", "four", ended=True)]
-    assert differing_texts(answers) == 2
+    def different(method: str, *threads: Sequence[int]) -> int:
+        equal = compare_threads({**base, method: [of(method, *threads)]})
+        assert equal.known == 3
+        return equal.different
+
+    assert compare_threads({**base, "ppd_apar": [of("ppd_apar", *forked)]}).compared == 2
+    assert different("ppd", plain) == 0
+    assert different("ppd", [5, 6, 8]) == 1
+    # A limit cut the answer: its threads are compared as far as they go.
+    assert different("ppd_apar", [5, 0], [6, 7]) == 0
+    assert different("ppd_apar", [5, 0], [6, 8]) == 1
+    assert different("ppd_apar", [5]) == 0
+    # None did: a thread is missing, ends early, or goes on where it must end.
+    assert different("ppd_apar", [5, 0]) == 1
+    assert different("ppd_apar", [5, 0], [6, 0]) == 1
+    assert different("ppd_apar", [5, 0], [6, 7, 0, 0]) == 1
