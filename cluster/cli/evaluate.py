@@ -359,17 +359,19 @@ def passes(
 
     prompt_tokens, medusa_heads = _weights(model, prompt_tokens, medusa_heads)
     with clear_errors():
-        report = run_passes(
-            out,
-            model_path(model),
-            model,
-            prompt_tokens=prompt_tokens,
-            medusa_heads=medusa_heads,
-            context=context,
-            repeats=repeats,
-            device=device,
-            dtype=dtype,
-        )
+        with stage_progress() as progress:
+            report = run_passes(
+                out,
+                model_path(model),
+                model,
+                progress,
+                prompt_tokens=prompt_tokens,
+                medusa_heads=medusa_heads,
+                context=context,
+                repeats=repeats,
+                device=device,
+                dtype=dtype,
+            )
         show_report(report, out)
 
 

@@ -15,6 +15,7 @@ start of the root thread.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -225,15 +226,16 @@ def ambiguity(answer: str) -> str | None:
 # Spaces within a line: also the no-break spaces of word processors, and the ideographic space.
 _BLANK = r" \t\u00a0\u2007\u202f\u3000"
 _POINT = re.compile(
-    rf"^(?P<indent>[{_BLANK}]{{0,12}})(?:#{{1,6}}[{_BLANK}]+)?[*_]{{0,3}}"
+    rf"^(?P<indent>[{_BLANK}]{{0,12}})(?P<heading>#{{1,6}}[{_BLANK}]+)?[*_]{{0,3}}"
     rf"(?P<number>\d{{1,3}})[.)][*_]{{0,3}}[{_BLANK}]+(?=\S)",
     re.MULTILINE,
 )
 # Not the colon of 10:30. Closing emphasis marks belong to the root.
 _ROOT_COLON = re.compile(r":[*_]{0,3}(?=\s|\Z)|：[*_]{0,3}")  # noqa: RUF001
-# Neither a range nor a subtraction.
+# Neither a range nor a subtraction. Without spaces only after emphasis.
 _ROOT_DASH = re.compile(
-    rf"(?<=[^\s\d])[{_BLANK}][-–—](?=[{_BLANK}]\S)|(?<=\d)[{_BLANK}][-–—](?=[{_BLANK}][^\s\d])"  # noqa: RUF001
+    rf"(?<=[^\s\d])[{_BLANK}][-–—](?=[{_BLANK}]\S)|(?<=\d)[{_BLANK}][-–—](?=[{_BLANK}][^\s\d])|"  # noqa: RUF001
+    r"(?<=[*_])[–—](?=\w)"  # noqa: RUF001
 )
 _ITEM_MARK = rf"(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]"  # noqa: RUF001
 _LISTED_LINE = re.compile(rf"\r?\n[{_BLANK}]*{_ITEM_MARK}")
@@ -248,18 +250,23 @@ _LIST_END = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Numbered line: offsets of the line and of its text, columns of its indent, and its number."""
+    """Numbered line: offsets of the line and of its text, columns of its indent, and its number.
+
+    `is_heading` says that it is a Markdown heading.
+    """
 
     start: int
     text_start: int
     indent: int
     number: int
+    is_heading: bool
 
     @classmethod
     def of_match(cls, match: re.Match[str]) -> _Point:
         """Return the point of a match of `_POINT`."""
         indent = len(match["indent"].expandtabs(4))
-        return cls(match.start(), match.end(), indent, int(match["number"]))
+        is_heading = match["heading"] is not None
+        return cls(match.start(), match.end(), indent, int(match["number"]), is_heading)
 
     def is_nested_in(self, other: _Point) -> bool:
         """Return whether the point is indented below the other."""
@@ -333,7 +340,7 @@ def _list_details(
             end = _detail_end(answer, content, end, is_last=is_last)
             yield _trimmed_detail(answer, start, end) or _Detail(start, start)
         elif rules.points_without_colon:
-            root_end = _root_end_without_colon(answer, point.text_start, line_end)
+            root_end = _root_end_without_colon(answer, point, line_end)
             if root_end is None:
                 continue
             end = _detail_end(answer, root_end, end, is_last=is_last)
@@ -342,11 +349,14 @@ def _list_details(
                 yield detail
 
 
-def _root_end_without_colon(answer: str, start: int, line_end: int) -> int | None:
+def _root_end_without_colon(answer: str, point: _Point, line_end: int) -> int | None:
     """Return the end of a dash or of the first sentence, else of a heading; None if there is none.
 
-    A line is a heading if it is emphasised, or if an item of a list follows.
+    A line is a heading in Markdown, or if it is emphasised, or if an item of a list follows.
     """
+    start = point.text_start
+    if point.is_heading:
+        return line_end
     dash = _ROOT_DASH.search(answer, start, line_end)
     sentence = first_sentence_end(answer[start:line_end])
     ends = [dash.end()] if dash is not None else []
@@ -374,8 +384,10 @@ _BULLET = re.compile(
     rf"^(?P<indent>[{_BLANK}]{{0,12}})[*+•\-–][{_BLANK}]+(?=\S)",  # noqa: RUF001
     re.MULTILINE,
 )
-_LIST_HEADING = re.compile(
-    rf"^(?:#{{1,6}}[{_BLANK}][^\r\n]++|\*\*[^*\r\n]+\*\*:?|[A-Z][^\r\n.!?]{{2,60}}:)[{_BLANK}]*(?=\r?\n)",
+# The last kind is a heading only above a list.
+_HEADING = re.compile(
+    rf"^(?:(?P<marks>#{{1,6}})[{_BLANK}][^\r\n]++|(?P<emphasised>\*\*[^*\r\n]+\*\*:?)|"
+    rf"[A-Z][^\r\n.!?]{{2,60}}:)[{_BLANK}]*(?=\r?\n)",
     re.MULTILINE,
 )
 _LISTED = re.compile(rf"\s*\n[{_BLANK}]*{_ITEM_MARK}")
@@ -385,8 +397,8 @@ _NEXT_UNLISTED = re.compile(rf"\n[{_BLANK}\r]*\n(?=[^\s*+•\-–\d])")  # noqa:
 
 
 def _unordered_details(answer: str) -> list[_Detail] | None:
-    """Return the details of bullet points, else of headings; None if there are fewer than 3."""
-    for details in (_bullet_details(answer), _heading_details(answer)):
+    """Return the details of headings, else of bullet points; None if there are fewer than 3."""
+    for details in (_heading_details(answer), _bullet_details(answer)):
         if len(details) >= _MIN_POINTS and all(
             _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS for detail in details
         ):
@@ -426,18 +438,36 @@ def _bullet_details(answer: str) -> list[_Detail]:
 
 
 def _heading_details(answer: str) -> list[_Detail]:
-    """Return the lists right below headings, up to the next paragraph or heading."""
-    headings = [h for h in _LIST_HEADING.finditer(answer) if _LISTED.match(answer, h.end())]
+    """Return what is below the headings of the highest level that at least three have.
+
+    Lower headings belong to the detail of theirs. A list ends at the next paragraph.
+    """
+    headings = [
+        heading
+        for heading in _HEADING.finditer(answer)
+        if heading["marks"] or heading["emphasised"] or _LISTED.match(answer, heading.end())
+    ]
+    counts = Counter(map(_heading_level, headings))
+    level = min((level for level in counts if counts[level] >= _MIN_POINTS), default=0)
+    bounds = [heading for heading in headings if _heading_level(heading) <= level]
     details: list[_Detail] = []
-    for index, heading in enumerate(headings):
-        end = headings[index + 1].start() if index + 1 < len(headings) else len(answer)
+    for index, heading in enumerate(bounds):
+        if _heading_level(heading) < level:
+            continue
+        end = bounds[index + 1].start() if index + 1 < len(bounds) else len(answer)
         first_item = _LISTED.match(answer, heading.end())
-        after_item = first_item.end() if first_item is not None else heading.end()
-        paragraph = _NEXT_UNLISTED.search(answer, after_item, end)
-        detail = _trimmed_detail(answer, heading.end(), paragraph.start() if paragraph else end)
+        if first_item is not None:
+            paragraph = _NEXT_UNLISTED.search(answer, first_item.end(), end)
+            end = paragraph.start() if paragraph else end
+        detail = _trimmed_detail(answer, heading.end(), end)
         if detail is not None:
             details.append(detail)
     return details
+
+
+def _heading_level(heading: re.Match[str]) -> int:
+    """Return 1 to 6 for the headings of Markdown, 7 for emphasised lines, 8 for others."""
+    return len(heading["marks"]) if heading["marks"] else 7 if heading["emphasised"] else 8
 
 
 _BLANK_LINES = re.compile(rf"\n[{_BLANK}\r]*\n\s*")

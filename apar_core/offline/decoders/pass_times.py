@@ -117,6 +117,7 @@ def measure_passes(
     *,
     repeats: int = 3,
     rows: Sequence[int] = FAMILY_ROWS,
+    on_round: Callable[[], None] = lambda: None,
 ) -> PassTimes:
     """Measure the passes of decoders with each of the `trees`.
 
@@ -124,26 +125,36 @@ def measure_passes(
     `vocabulary` after `context` such tokens, so that guesses are wrong and every pass yields a
     token. The root opens the other rows with `fork_id`; without one, passes of one row are
     measured. All points are measured once before any is measured again; the median counts.
+
+    Sizes above one whose passes are too long to pay with any tree are left out: of many rows on a
+    CPU they take most of the time. `on_round` is called after each round, the warm-up included.
     """
     draws = random.Random(0)
     prompt = draws.choices(vocabulary, k=context)
     decoders = {inputs: load(TreeFamily.of(tree)) for inputs, tree in trees.items()}
     numbers = [number for number in rows if number == 1 or fork_id is not None]
+    sizes = {number: sorted(decoders) for number in numbers}
+    longest = max(tree.expected_length() for tree in trees.values())
     measured: dict[tuple[int, int], list[float]] = {}
     for repeat in range(repeats + 1):
         # The first round warms up.
         for number in numbers[:1] if repeat == 0 else numbers:
-            for inputs, decoder in decoders.items():
+            for inputs in tuple(sizes[number]):
                 replay = _replay(number, vocabulary, fork_id, draws)
-                trace = decode_answer(decoder, prompt, TokenChoice.replay(replay)).trace
+                trace = decode_answer(decoders[inputs], prompt, TokenChoice.replay(replay)).trace
                 # Of the passes with all rows, the first opens the last one.
                 passes = [step for step in trace[1:] if step.threads == number][1:]
                 if repeat > 0:
                     seconds = [step.seconds for step in passes]
                     measured.setdefault((number, inputs), []).extend(seconds)
+                    one = median(measured[number, sizes[number][0]])
+                    if repeat == 1 and median(seconds) > longest * one:
+                        sizes[number] = [size for size in sizes[number] if size <= inputs]
+                        break
+        on_round()
     return PassTimes(
         {
-            number: {inputs: median(measured[number, inputs]) for inputs in decoders}
+            number: {inputs: median(measured[number, inputs]) for inputs in sizes[number]}
             for number in numbers
         }
     )

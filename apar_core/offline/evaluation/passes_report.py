@@ -29,13 +29,14 @@ from apar_core.offline.evaluation.acceptance_report import Guesses, read_guesses
 from apar_core.offline.evaluation.layout import columns, figure
 from apar_core.offline.evaluation.speed_run import choose_device, choose_dtype, load_checkpoint
 from apar_core.offline.speculation.sparse_tree import SizedTree, TreeFamily, size_curve
-from apar_core.reporting import RUN_COLOURS, Report, ReportTable
+from apar_core.reporting import RUN_COLOURS, Report, ReportTable, ShowProgress
 
 
 def run_passes(
     folder: Path,
     model: str,
     model_name: str,
+    progress: ShowProgress,
     *,
     prompt_tokens: Path | None = None,
     medusa_heads: Path | None = None,
@@ -56,7 +57,7 @@ def run_passes(
     device = choose_device(device)
     torch_dtype = choose_dtype(dtype, device)
     loaded, tokenizer = load_checkpoint(model, torch_dtype, device), load_tokenizer(model)
-    times = measured_passes(loaded, tokenizer, proposers, context, repeats)
+    times = measured_passes(loaded, tokenizer, proposers, context, progress, repeats)
     folder.mkdir(parents=True, exist_ok=True)
     write_passes(times, folder / PASSES_FILE)
     machine = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
@@ -71,7 +72,12 @@ def run_passes(
 
 
 def measured_passes(
-    model: Any, tokenizer: Any, proposers: Sequence[Guesses], context: int, repeats: int = 3
+    model: Any,
+    tokenizer: Any,
+    proposers: Sequence[Guesses],
+    context: int,
+    progress: ShowProgress,
+    repeats: int = 3,
 ) -> dict[ProposerName, PassTimes]:
     """Measure the passes of each proposer's decoder, with forks if the model has control tokens.
 
@@ -89,6 +95,7 @@ def measured_passes(
         special |= {control.fork_id, control.child_id}
     vocabulary = [token for token in range(model.config.vocab_size) if token not in special]
     times = {}
+    on_round = progress.start("pass times", len(proposers) * (repeats + 1))
     for each in proposers:
 
         def load(family: TreeFamily, each: Guesses = each) -> ThreadDecoder:
@@ -110,6 +117,7 @@ def measured_passes(
             vocabulary,
             None if control is None else control.fork_id,
             repeats=repeats,
+            on_round=on_round,
         )
     return times
 

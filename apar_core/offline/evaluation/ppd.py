@@ -192,9 +192,8 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
     claim_folder(folder, facts)
     passes = folder / PASSES_FILE
     if not passes.is_file():
-        show = progress.start("pass times", 1)
-        write_passes(measured_passes(model, text.tokenizer, guesses, settings.context), passes)
-        show()
+        measured = measured_passes(model, text.tokenizer, guesses, settings.context, progress)
+        write_passes(measured, passes)
     times = read_passes(passes)
     methods = build_methods(settings, model, text, prompts, medusa, times)
     store = LineStore(folder / "answers.jsonl", facts, MethodAnswer, lambda line: line.key)

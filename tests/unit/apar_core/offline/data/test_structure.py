@@ -260,6 +260,45 @@ def test_headings_with_lists_fork_only_with_the_option() -> None:
     assert forks(answer, UNORDERED)[1] == ("\n\n## Day 2", "\n\n- walk a little\n- sleep a lot")
 
 
+def test_sections_fork_below_the_headings_of_the_highest_level_with_three() -> None:
+    answer = (
+        "# Cats\n\nCats are small predators.\n\n"
+        "## Diet\n\nThey eat meat. Fish is fine.\n\n### Treats\n\nOnly a few of them.\n\n"
+        "## Habits\n\n- hunting at dawn\n- sleeping\n\nThat is all they do.\n\n"
+        "## Health\nSee a vet once a year.\n\n"
+        "# Dogs\n\nDogs are another matter."
+    )
+
+    assert extract_tree(answer, PAPER).kind == "paragraphs"
+    assert forks(answer, UNORDERED) == [
+        (
+            "# Cats\n\nCats are small predators.\n\n## Diet",
+            "\n\nThey eat meat. Fish is fine.\n\n### Treats\n\nOnly a few of them.",
+        ),
+        ("\n\n## Habits", "\n\n- hunting at dawn\n- sleeping"),
+        ("\n\nThat is all they do.\n\n## Health", "\nSee a vet once a year."),
+        ("\n\n# Dogs\n\nDogs are another matter.", ""),
+    ]
+
+
+def test_emphasised_lines_are_headings_of_sections() -> None:
+    answer = "".join(f"**Day {n}**\nWalk a little. Sleep a lot.\n\n" for n in (1, 2, 3))
+
+    assert extract_tree(answer, UNORDERED).kind == "unordered_list"
+    assert forks(answer, UNORDERED)[1] == ("\n\n**Day 2**", "\nWalk a little. Sleep a lot.")
+
+
+def test_numbered_headings_and_dashes_after_emphasis_need_no_colon() -> None:
+    headings = "\n\n".join(f"### {n}. Step of it\nDo one thing. Then rest." for n in (1, 2, 3))
+    dashes = "\n".join(f"{n}. **Plan it**—make a list of it all" for n in (1, 2, 3))
+
+    assert forks(headings, COLONLESS)[1] == (
+        "\n\n### 2. Step of it",
+        "\nDo one thing. Then rest.",
+    )
+    assert forks(dashes, COLONLESS)[1] == ("\n2. **Plan it**—", "make a list of it all")
+
+
 def test_points_without_a_colon_fork_after_a_dash_or_their_first_sentence_if_chosen() -> None:
     answer = (
         "Four tips:\n\n"

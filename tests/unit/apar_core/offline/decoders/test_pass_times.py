@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from apar_core.errors import EvaluationError
+from apar_core.offline.decoders.interface import DecodedAnswer, StepRecord, TokenChoice
 from apar_core.offline.decoders.load import DecoderName, ThreadDecoder
 from apar_core.offline.decoders.pass_times import (
     PassTimes,
@@ -15,6 +17,7 @@ from apar_core.offline.decoders.pass_times import (
 )
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.offline.speculation.sparse_tree import TreeFamily
+from tests.fakes.progress import NoProgress
 from tests.unit.apar_core.offline.decoders.small_decoders import FORK, prompt_decoder
 
 TABLE = AcceptanceTable(probabilities=((0.5, 0.2, 0.1), (0.4, 0.2, 0.1), (0.3, 0.1, 0.1)))
@@ -50,12 +53,43 @@ def test_decoders_are_measured_at_every_size_and_number_of_rows(
     def load(family: TreeFamily) -> ThreadDecoder:
         return prompt_decoder(name, trees=lambda rows: family.for_rows(rows).trees)
 
-    times = measure_passes(load, trees, 3, range(5, 24), fork_id, repeats=1, rows=(1, 3))
+    progress = NoProgress()
+    on_round = progress.start("passes", 2)
+    times = measure_passes(
+        load, trees, 3, range(5, 24), fork_id, repeats=1, rows=(1, 3), on_round=on_round
+    )
 
+    assert progress.steps == 2
     assert set(trees) == {tree.num_inputs() for tree in trees.values()}
     assert set(times.seconds) == ({1, 3} if fork_id is not None else {1})
-    assert all(set(row) == set(trees) for row in times.seconds.values())
+    # Sizes that are too slow are left out.
+    assert all({1} <= set(row) <= set(trees) for row in times.seconds.values())
     assert all(seconds > 0 for row in times.seconds.values() for seconds in row.values())
+
+
+def test_sizes_beyond_one_that_cannot_pay_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trees = measured_trees(TABLE, 1)
+    longest = max(tree.expected_length() for tree in trees.values())
+    asked: list[int] = []
+
+    def answer(inputs: int, _prompt: object, choice: TokenChoice) -> DecodedAnswer:
+        """Return passes that take 1 s for each of one row, and so many inputs for two rows."""
+        rows = len(choice.tokens_of_thread or {})
+        asked.append(rows * 100 + inputs)
+        seconds = 1.0 if rows == 1 else float(inputs)
+        records = [StepRecord(step, rows, rows, seconds, 1, 1) for step in range(1, 5)]
+        return DecodedAnswer((), tuple(records), 1, FORK)
+
+    monkeypatch.setattr("apar_core.offline.decoders.pass_times.decode_answer", answer)
+    load: Any = lambda family: family.for_rows(1).num_inputs()  # noqa: E731
+    times = measure_passes(load, trees, 3, range(5, 24), FORK, rows=(1, 2)).seconds
+
+    assert list(times[1]) == sorted(trees)
+    first = min(inputs for inputs in trees if inputs > longest)
+    assert list(times[2]) == [inputs for inputs in sorted(trees) if inputs <= first]
+    assert max(asked) == 200 + first
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from apar_core.offline.evaluation.acceptance_report import Guesses
 from apar_core.offline.evaluation.passes_report import passes_report, run_passes
 from apar_core.offline.speculation.acceptance import AcceptanceTable
 from apar_core.reporting import write_report
+from tests.fakes.progress import NoProgress
 
 TABLE = AcceptanceTable(probabilities=((0.5, 0.2, 0.1), (0.4, 0.2, 0.1)))
 # One row is free up to 8 inputs; four rows take time for each input.
@@ -38,16 +39,16 @@ def test_the_best_size_is_named_for_each_number_of_rows(tmp_path: Path) -> None:
 
 def test_without_weights_there_is_nothing_to_measure(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="give --prompt-tokens or --medusa-heads"):
-        run_passes(tmp_path, "no-such-model", "none")
+        run_passes(tmp_path, "no-such-model", "none", NoProgress())
 
 
 def test_a_context_that_leaves_no_room_for_the_inputs_is_refused(tmp_path: Path) -> None:
     model, prompts = str(checkpoint_path()), SHIPPED_PROMPTS["apar-tiny"]
 
     with pytest.raises(EvaluationError, match=r"2040 and 112 measured tokens exceed .* 2048"):
-        run_passes(tmp_path, model, "apar-tiny", prompt_tokens=prompts, context=2040)
+        run_passes(tmp_path, model, "apar-tiny", NoProgress(), prompt_tokens=prompts, context=2040)
 
 
 def test_weights_without_a_table_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no acceptance table"):
-        run_passes(tmp_path, "no-such-model", "none", medusa_heads=tmp_path)
+        run_passes(tmp_path, "no-such-model", "none", NoProgress(), medusa_heads=tmp_path)
