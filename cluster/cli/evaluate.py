@@ -406,6 +406,15 @@ def ppd(
     benchmark_files: BenchmarkFiles = None,
     answers: Answers = None,
     max_tokens: MaxTokens = 512,
+    decoders: Annotated[
+        CommaList[str],
+        list_option(
+            help="Decoders to compare with plain and vanilla_apar "
+            f"(default: all for which there are weights): {', '.join(DECODERS)}.",
+            choices=DECODERS,
+            default=False,
+        ),
+    ] = CommaList(DECODERS),
     tree_sizes: Annotated[
         CommaList[int],
         list_option(
@@ -489,6 +498,7 @@ def ppd(
             max_tokens=max_tokens,
             device=device,
             dtype=dtype,
+            decoders=tuple(decoders),
             tree_sizes=tuple(tree_sizes),
             context=context,
             temperature=temperature,

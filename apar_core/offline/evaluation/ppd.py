@@ -48,6 +48,7 @@ from apar_core.offline.evaluation.ppd_measurements import (
     PpdSettings,
     TrainedVariant,
     build_methods,
+    check_decoders,
     compared_trees,
     length_interval,
     measure_methods,
@@ -128,6 +129,11 @@ class Measurements:
         """Whether the model has control tokens."""
         return VANILLA in self.answers
 
+    @property
+    def trees(self) -> bool:
+        """Whether the kinds of trees were compared."""
+        return PPD in self.answers
+
     @cached_property
     def tables(self) -> dict[str, AcceptanceTable]:
         """Acceptance tables by the name of the weights."""
@@ -182,11 +188,12 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
         raise EvaluationError("--draft-model is for greedy decoding: omit it or --temperature")
     questions = load_prompts(settings.prompts, settings.questions)[: settings.limit]
     text = load_text(settings.model)
+    check_decoders(settings, text.tokenizer.get_vocab())
     device = choose_device(settings.device)
     model = load_checkpoint(settings.model, choose_dtype(settings.dtype, device), device)
     guesses = read_guesses(settings.prompt_tokens, settings.medusa_heads)
     prompts, medusa = guesses[0], guesses[1] if len(guesses) > 1 else None
-    left_out = {"limit", "questions", "model", *_VARIANT_SETTINGS, "repeats"}
+    left_out = {"limit", "questions", "model", "decoders", *_VARIANT_SETTINGS, "repeats"}
     dumped = settings.model_dump(mode="json", exclude=left_out)
     facts = {name: str(value) for name, value in dumped.items()}
     claim_folder(folder, facts)
@@ -245,9 +252,9 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
     tables = [
         methods_table(run),
         table_1(run),
-        trees_table(run),
+        *([trees_table(run)] if run.trees else []),
         *([live_rows_measured(run)] if run.forks else []),
-        sizes_table(run),
+        *([sizes_table(run)] if run.trees else []),
         accuracy_table(run),
         *([variants_table(run)] if run.variants else []),
         *([answers_on_gpu(run)] if run.forks else []),
@@ -256,7 +263,7 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
     figures = {
         "accuracy": accuracy_figure(run),
         "memory": memory_figure(),
-        "tree-size": tree_size_figure(run),
+        **({"tree-size": tree_size_figure(run)} if run.trees else {}),
         "gpu-sizes": gpu_sizes_figure(settings.context),
         **({"live-rows": live_rows_figure(run)} if run.forks else {}),
         **({"losses": losses_figure(run)} if run.variants else {}),

@@ -32,7 +32,15 @@ from apar_core.offline.decoders.interface import (
     TokenChoice,
     decode_answer,
 )
-from apar_core.offline.decoders.load import ThreadDecoder, load_decoder
+from apar_core.offline.decoders.load import (
+    DECODER_NAMES,
+    HEADED,
+    SINGLE_THREAD,
+    UNSPECULATED,
+    DecoderName,
+    ThreadDecoder,
+    load_decoder,
+)
 from apar_core.offline.decoders.pass_times import PassTimes, ProposerName
 from apar_core.offline.decoders.token_chooser import EXACT
 from apar_core.offline.decoders.weightless import LOOKUP_TABLE, RECYCLING_TABLE
@@ -68,8 +76,9 @@ class PpdSettings(BaseModel):
 
     `model` is a folder or hub name. `draft_model` guesses for it, also with prompt tokens of its
     own, `draft_prompts`. `tree_sizes` are inputs of a row in a pass for the comparison of trees.
-    Each answer is measured `repeats` times. Above a `temperature` of 0, `acceptance` is typical or
-    exact, where each text is a sample of plain decoding with the same seed.
+    `decoders` are compared with `plain` and `vanilla_apar`: those that the model and the weights
+    allow. Each answer is measured `repeats` times. Above a `temperature` of 0, `acceptance` is
+    typical or exact, where each text is a sample of plain decoding with the same seed.
 
     `train_steps` trains variants of the prompt tokens, 0 none, with `seeds` seeds each and `many`
     EPTs in place of the paper's 100: of apar-tiny on its corpus, of another model on `data` with
@@ -90,6 +99,7 @@ class PpdSettings(BaseModel):
     max_tokens: PositiveInt = 512
     device: str = "auto"
     dtype: str = "auto"
+    decoders: tuple[DecoderName, ...] = DECODER_NAMES
     tree_sizes: tuple[PositiveInt, ...] = (8, 16, 32)
     context: PositiveInt = 512
     temperature: NonNegativeFloat = 0.0
@@ -199,6 +209,11 @@ class Method:
     sized: str = ""
 
     @property
+    def base(self) -> str:
+        """Name of the decoder, without that of its tree."""
+        return self.name.partition(",")[0]
+
+    @property
     def num_inputs(self) -> int:
         """Largest number of inputs of a row in a pass."""
         return 1 if self.tree is None else self.tree.num_inputs(self.ensemble)
@@ -228,6 +243,21 @@ def compared_trees(
     }
 
 
+def check_decoders(settings: PpdSettings, vocabulary: Mapping[str, int]) -> None:
+    """Raise EvaluationError for a chosen decoder that the model or the weights do not allow.
+
+    By default, all that they allow are compared.
+    """
+    if settings.decoders == DECODER_NAMES:
+        return
+    forks = find_control_tokens(vocabulary) is not None
+    for name in settings.decoders:
+        if not forks and name not in SINGLE_THREAD:
+            raise EvaluationError(f"--decoders {name} needs a model with control tokens")
+        if settings.medusa_heads is None and name in HEADED:
+            raise EvaluationError(f"--decoders {name} needs --medusa-heads")
+
+
 def build_methods(
     settings: PpdSettings,
     model: Any,
@@ -238,8 +268,8 @@ def build_methods(
 ) -> list[Method]:
     """Return the decoders: without speculation, with trees by hardware, and of fixed sizes.
 
-    Prompt lookup and Token Recycling have trees for an assumed acceptance. Decoders with forks are
-    left out for a model without control tokens.
+    Prompt lookup and Token Recycling have trees for an assumed acceptance. Without control tokens
+    there are no decoders with forks, without heads none with heads.
     """
 
     def load(name: str, tree: TreeFamily | None = None) -> ThreadDecoder:
@@ -291,6 +321,8 @@ def build_methods(
             name = MEDUSA_APAR if forks else MEDUSA
             decoder = load(name, TreeFamily.of(heads))
             methods.append(Method(f"{name}, {size}", decoder, heads, 0, "optimal"))
+    chosen = {*UNSPECULATED, *settings.decoders}
+    methods = [method for method in methods if method.base in chosen]
     return [*methods, *draft_methods(settings, plain, text)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,13 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from apar_core.errors import EvaluationError
 from apar_core.models.apar_tiny import checkpoint_path
 from apar_core.models.guesses import SHIPPED_HEADS
 from apar_core.offline.decoders.interface import DecodedAnswer, DecodedThread, StepRecord
+from apar_core.offline.decoders.load import DECODER_NAMES, DecoderName
 from apar_core.offline.evaluation.ppd import compare_threads
 from apar_core.offline.evaluation.ppd_measurements import (
     LivePasses,
     MethodAnswer,
+    PpdSettings,
+    check_decoders,
     compared_trees,
     length_interval,
     method_answer,
@@ -136,14 +141,17 @@ def test_the_command_writes_its_report_and_continues(
         *("--draft-model", checkpoint_path(), "--draft-prompts", weights[0]),
     )
 
-    code, output = apar_command.run(*command, "--answers", "1")
+    code, output = apar_command.run(*command, "--answers", "1", "--decoders", "lookup_apar")
     assert code == 0, output
     written = (out / "answers.jsonl").read_text()
+    measured = {json.loads(line)["method"] for line in written.splitlines()}
+    assert measured == {"plain", "vanilla_apar", "lookup_apar", "draft, plain", "draft, ppd"}
+    # The others are added.
     code, output = apar_command.run(*command, "--answers", "2")
 
     assert code == 0, output
     assert (out / "answers.jsonl").read_text().startswith(written)
-    assert "differ from" not in output
+    assert ": none differ" in output
     assert "recycling_apar" in output
     assert (out / "report.html").is_file()
     methods = (out / "tables" / "methods.csv").read_text()
@@ -167,6 +175,25 @@ def test_unusable_options_are_refused(
 
     assert code == 1
     assert message in output
+
+
+@pytest.mark.parametrize(
+    ("chosen", "vocabulary", "message"),
+    [
+        ("medusa_apar", {"[Fork]": 1, "[Child]": 2}, "medusa_apar needs --medusa-heads"),
+        ("ppd_apar", {"a": 1}, "ppd_apar needs a model with control tokens"),
+    ],
+)
+def test_a_decoder_that_cannot_be_compared_is_named(
+    chosen: DecoderName, vocabulary: dict[str, int], message: str
+) -> None:
+    settings = PpdSettings(
+        model="m", model_name="m", prompt_tokens=Path("p"), decoders=("plain", chosen)
+    )
+
+    with pytest.raises(EvaluationError, match=message):
+        check_decoders(settings, vocabulary)
+    check_decoders(settings.model_copy(update={"decoders": DECODER_NAMES}), vocabulary)
 
 
 def test_threads_are_compared_with_those_without_speculation() -> None:
