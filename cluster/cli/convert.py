@@ -101,6 +101,14 @@ def convert(
         int, typer.Option(min=1, help="Held-out questions that the evaluation asks.")
     ] = 100,
     max_tokens: Annotated[int, typer.Option(min=1, help="Limit on tokens per answer.")] = 512,
+    unordered_lists: Annotated[
+        bool,
+        typer.Option(
+            "--unordered-lists",
+            help="Also fork at bullet points and below headings: for models whose answers have "
+            "sections.",
+        ),
+    ] = False,
     chat_template: Annotated[
         Path | None,
         typer.Option(
@@ -132,6 +140,7 @@ def convert(
         questions=questions,
         hold_out=hold_out,
         max_tokens=max_tokens,
+        unordered_lists=unordered_lists,
         chat_template=chat_template,
         evaluated=answers,
         seed=seed,

@@ -133,7 +133,8 @@ Format = Annotated[
 UnorderedLists = Annotated[
     bool,
     typer.Option(
-        "--unordered-lists", help="Also fork at bullet points and headings; the paper does not."
+        "--unordered-lists",
+        help="Also fork at bullet points and below headings; the paper does not.",
     ),
 ]
 PointsWithoutColon = Annotated[
@@ -141,7 +142,7 @@ PointsWithoutColon = Annotated[
     typer.Option(
         "--points-without-colon",
         help="Also fork at numbered points without a colon: after a dash, the first sentence, or "
-        "an emphasised heading.",
+        "a heading.",
     ),
 ]
 LeastParagraphs = Annotated[

@@ -37,6 +37,7 @@ class ConversionSettings(BaseModel):
     questions: PositiveInt | None = None
     hold_out: PositiveInt = 200
     max_tokens: PositiveInt = 512
+    unordered_lists: bool = False
     context_length: PositiveInt = 2048
     chat_template: Path | None = None
     evaluated: PositiveInt = 100
@@ -92,6 +93,9 @@ def planned_stages(
     if settings.chat_template is not None:
         template = ("--chat-template", str(settings.chat_template))
     chats = settings.chats or (out / CHATS / "chats.jsonl",)
+    rules: tuple[str, ...] = ("--points-without-colon",)
+    if settings.unordered_lists:
+        rules += ("--unordered-lists",)
     stages = []
     if not settings.chats:
         asked: list[str] = []
@@ -113,7 +117,7 @@ def planned_stages(
         *("--hold-out", str(settings.hold_out), "--hold-out-mixed"),
         *("--context-length", str(settings.context_length)),
         *("--structured", "0", "--unstructured", "0", "--overwrite", *template, *seed),
-        *("--format", settings.parallel_format, "--points-without-colon"),
+        *("--format", settings.parallel_format, *rules),
         *("--out", str(out / DATA)),
     )
     trained = (
@@ -126,7 +130,7 @@ def planned_stages(
         *("--prompts", str(out / DATA / "held_out.jsonl"), "--answers", str(settings.evaluated)),
         # As the answers were written: greedy ones of the base model are those that it likes best.
         *("--temperature", "0.7", "--max-tokens", str(settings.max_tokens), *seed),
-        *("--points-without-colon", "--out", str(out / EVALUATION)),
+        *(*rules, "--out", str(out / EVALUATION)),
     )
     launcher = (
         ("accelerate", "launch", "--multi_gpu", "--num_processes", str(num_gpus), "--no_python")

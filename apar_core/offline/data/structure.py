@@ -41,12 +41,12 @@ class StructureRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     unordered_lists: bool = Field(
-        False, description="Also fork at bullet points and headings, unlike the paper."
+        False, description="Also fork at bullet points and below headings, unlike the paper."
     )
     points_without_colon: bool = Field(
         False,
         description="Also fork at numbered points without a colon: after a dash, the first "
-        "sentence, or an emphasised heading.",
+        "sentence, or a heading.",
     )
     least_paragraphs: PositiveInt = Field(
         2, description="Fewest paragraphs of an answer that forks in them; 3 in the authors' code."

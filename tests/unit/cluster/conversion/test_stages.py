@@ -49,6 +49,7 @@ def write_chats(file: Path) -> Path:
         {"questions": 10, "prompts": Path("prompts.txt")},
         {"chats": (Path("a.jsonl"), Path("b.jsonl"))},
         {"parallel_format": "threadweaver", "chat_template": Path("template.jinja")},
+        {"unordered_lists": True},
     ],
 )
 def test_every_stage_is_a_command_with_these_options(
@@ -71,6 +72,9 @@ def test_every_stage_is_a_command_with_these_options(
             command = command.commands[arguments.pop(0)]
         # Parses and checks the options, without running anything.
         command.make_context(stage.name, arguments)
+        # Examples and evaluation follow the same rules.
+        applies = "unordered_lists" in changed and stage.name in ("prepare", "evaluate")
+        assert ("--unordered-lists" in stage.arguments) == applies
 
     names = [stage.name for stage in stages]
     assert names == (["generate"] if "chats" not in changed else []) + [
