@@ -101,7 +101,7 @@ def _extract_answer(answer: str, rules: StructureRules) -> ExtractedAnswer:
     if details is not None:
         return ExtractedAnswer("ordered_list", _tree_of_details(answer, details), None)
     if rules.unordered_lists:
-        details = _unordered_details(answer)
+        details = _unordered_details(answer, rules)
         if details is not None:
             return ExtractedAnswer("unordered_list", _tree_of_details(answer, details), None)
     details = _paragraph_details(answer, rules)
@@ -329,8 +329,7 @@ def _list_details(
     for index, point in enumerate(points):
         is_last = index + 1 == len(points)
         end = following if is_last else points[index + 1].start
-        found = _LINE_END.search(answer, point.text_start)
-        line_end = found.start() if found else end
+        line_end = _line_end(answer, point.text_start)
         # The search ends with the line, so \Z also matches a colon at its end.
         colon = _ROOT_COLON.search(answer, point.text_start, line_end)
         if colon is not None:
@@ -347,6 +346,11 @@ def _list_details(
             detail = _trimmed_detail(answer, root_end, end)
             if detail and _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS:
                 yield detail
+
+
+def _line_end(answer: str, start: int) -> int:
+    found = _LINE_END.search(answer, start)
+    return found.start() if found else len(answer)
 
 
 def _root_end_without_colon(answer: str, point: _Point, line_end: int) -> int | None:
@@ -396,9 +400,9 @@ _NEXT_PARAGRAPH = re.compile(rf"\n[{_BLANK}\r]*\n(?=\S)")
 _NEXT_UNLISTED = re.compile(rf"\n[{_BLANK}\r]*\n(?=[^\s*+•\-–\d])")  # noqa: RUF001
 
 
-def _unordered_details(answer: str) -> list[_Detail] | None:
+def _unordered_details(answer: str, rules: StructureRules) -> list[_Detail] | None:
     """Return the details of headings, else of bullet points; None if there are fewer than 3."""
-    for details in (_heading_details(answer), _bullet_details(answer)):
+    for details in (_heading_details(answer), _bullet_details(answer, rules)):
         if len(details) >= _MIN_POINTS and all(
             _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS for detail in details
         ):
@@ -422,16 +426,20 @@ def _outermost_bullets(answer: str) -> list[re.Match[str]]:
     return [b for b in bullets if len(b["indent"].expandtabs(4)) <= outermost + 1]
 
 
-def _bullet_details(answer: str) -> list[_Detail]:
+def _bullet_details(answer: str, rules: StructureRules) -> list[_Detail]:
     bullets = _outermost_bullets(answer)
     details: list[_Detail] = []
     for index, bullet in enumerate(bullets):
         end = bullets[index + 1].start() if index + 1 < len(bullets) else len(answer)
-        root = _COLON.match(answer, bullet.end(), end)
-        if root is None:
+        colon = _COLON.match(answer, bullet.end(), end)
+        root_end = None if colon is None else colon.end()
+        if root_end is None and rules.points_without_colon:
+            dash = _ROOT_DASH.search(answer, bullet.end(), _line_end(answer, bullet.end()))
+            root_end = None if dash is None else dash.end()
+        if root_end is None:
             continue
-        paragraph = _NEXT_PARAGRAPH.search(answer, root.end(), end)
-        detail = _trimmed_detail(answer, root.end(), paragraph.start() if paragraph else end)
+        paragraph = _NEXT_PARAGRAPH.search(answer, root_end, end)
+        detail = _trimmed_detail(answer, root_end, paragraph.start() if paragraph else end)
         if detail is not None:
             details.append(detail)
     return details

@@ -296,6 +296,11 @@ def test_numbered_headings_and_dashes_after_emphasis_need_no_colon() -> None:
         "\n\n### 2. Step of it",
         "\nDo one thing. Then rest.",
     )
+    bullets = "\n".join("- **Plan it** – make a list of it all" for _ in range(3))
+    both = COLONLESS.model_copy(update={"unordered_lists": True})
+
+    assert forks(bullets, UNORDERED) == [(bullets, "")]
+    assert forks(bullets, both)[1] == ("\n- **Plan it** –", " make a list of it all")
     assert forks(dashes, COLONLESS)[1] == ("\n2. **Plan it**—", "make a list of it all")
 
 
