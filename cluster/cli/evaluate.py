@@ -409,8 +409,9 @@ def ppd(
     decoders: Annotated[
         CommaList[str],
         list_option(
-            help="Decoders to compare with plain and vanilla_apar "
-            f"(default: all for which there are weights): {', '.join(DECODERS)}.",
+            help="Decoders to compare with plain and vanilla_apar (default: all for which there "
+            f"are weights): {', '.join(DECODERS)}. More can be added to --out later; their speed "
+            "is then compared with answers of the earlier run.",
             choices=DECODERS,
             default=False,
         ),

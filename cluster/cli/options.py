@@ -142,7 +142,7 @@ PointsWithoutColon = Annotated[
     typer.Option(
         "--points-without-colon",
         help="Also fork at numbered points without a colon: after a dash, the first sentence, or "
-        "a heading.",
+        "a heading. With --unordered-lists also at bullet points after a dash.",
     ),
 ]
 LeastParagraphs = Annotated[

@@ -45,7 +45,9 @@ class ConversionSettings(BaseModel):
 
     def facts(self) -> dict[str, str]:
         """Return what must not change when the conversion is continued."""
-        return {name: str(value) for name, value in self.model_dump(exclude={"evaluated"}).items()}
+        # Conversions that began before this option had none.
+        left_out = {"evaluated"} if self.unordered_lists else {"evaluated", "unordered_lists"}
+        return {name: str(value) for name, value in self.model_dump(exclude=left_out).items()}
 
 
 class Stage(BaseModel):

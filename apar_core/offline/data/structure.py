@@ -46,7 +46,7 @@ class StructureRules(BaseModel):
     points_without_colon: bool = Field(
         False,
         description="Also fork at numbered points without a colon: after a dash, the first "
-        "sentence, or a heading.",
+        "sentence, or a heading; with unordered_lists also at bullet points after a dash.",
     )
     least_paragraphs: PositiveInt = Field(
         2, description="Fewest paragraphs of an answer that forks in them; 3 in the authors' code."
@@ -97,6 +97,10 @@ def _extract_answer(answer: str, rules: StructureRules) -> ExtractedAnswer:
     reason = ambiguity(answer)
     if reason is not None:
         return ExtractedAnswer("unstructured", ParagraphRecord(answer), reason)
+    if rules.unordered_lists:
+        details = _section_details(answer, _MARKDOWN_LEVELS)
+        if details is not None:
+            return ExtractedAnswer("unordered_list", _tree_of_details(answer, details), None)
     details = _ordered_list_details(answer, rules)
     if details is not None:
         return ExtractedAnswer("ordered_list", _tree_of_details(answer, details), None)
@@ -240,7 +244,7 @@ _ROOT_DASH = re.compile(
 _ITEM_MARK = rf"(?:[*+•\-–]|\d{{1,3}}[.)])[{_BLANK}]"  # noqa: RUF001
 _LISTED_LINE = re.compile(rf"\r?\n[{_BLANK}]*{_ITEM_MARK}")
 _LINE_END = re.compile(r"[\r\n]|\Z")
-_HEADING_START = re.compile(rf"\n[{_BLANK}]*#{{1,6}}[{_BLANK}]")
+_HEADING_STARTS = [re.compile(rf"\n[{_BLANK}]*#{{1,{level}}}[{_BLANK}]") for level in range(1, 7)]
 # The last point ends at a paragraph that is neither indented nor an item, or at a bare number with
 # which the answer breaks off.
 _LIST_END = re.compile(
@@ -252,21 +256,21 @@ _LIST_END = re.compile(
 class _Point:
     """Numbered line: offsets of the line and of its text, columns of its indent, and its number.
 
-    `is_heading` says that it is a Markdown heading.
+    `level` is that of a Markdown heading, 0 of another line.
     """
 
     start: int
     text_start: int
     indent: int
     number: int
-    is_heading: bool
+    level: int
 
     @classmethod
     def of_match(cls, match: re.Match[str]) -> _Point:
         """Return the point of a match of `_POINT`."""
         indent = len(match["indent"].expandtabs(4))
-        is_heading = match["heading"] is not None
-        return cls(match.start(), match.end(), indent, int(match["number"]), is_heading)
+        level = (match["heading"] or "").count("#")
+        return cls(match.start(), match.end(), indent, int(match["number"]), level)
 
     def is_nested_in(self, other: _Point) -> bool:
         """Return whether the point is indented below the other."""
@@ -280,7 +284,7 @@ def _ordered_list_details(answer: str, rules: StructureRules) -> list[_Detail] |
     the rules say so.
     """
     details: list[_Detail] = []
-    lists = list(_lists(answer))
+    lists = list(_lists(answer, headings=rules.points_without_colon))
     for index, points in enumerate(lists):
         following = lists[index + 1][0].start if index + 1 < len(lists) else len(answer)
         for detail in _list_details(answer, points, following, rules):
@@ -290,12 +294,16 @@ def _ordered_list_details(answer: str, rules: StructureRules) -> list[_Detail] |
     return details if len(details) >= _MIN_POINTS else None
 
 
-def _lists(answer: str) -> Iterator[list[_Point]]:
+def _lists(answer: str, *, headings: bool = False) -> Iterator[list[_Point]]:
     """Yield the top-level lists, whose numbers ascend, or are all 1.
 
-    A number other than 1 begins a list if the next point has the number after it.
+    A number other than 1 begins a list if the next point has the number after it. With `headings`,
+    points below at least three numbered headings are nested in these.
     """
     numbered = [_Point.of_match(match) for match in _POINT.finditer(answer)]
+    marked = [point for point in numbered if point.level]
+    if headings and len(marked) >= _MIN_POINTS:
+        numbered = marked
     points: list[_Point] = []
     for index, point in enumerate(numbered):
         if points and point.is_nested_in(points[0]):
@@ -326,25 +334,38 @@ def _is_counted_on(numbered: Sequence[_Point], index: int) -> bool:
 def _list_details(
     answer: str, points: Sequence[_Point], following: int, rules: StructureRules
 ) -> Iterator[_Detail]:
+    details: list[_Detail] = []
     for index, point in enumerate(points):
         is_last = index + 1 == len(points)
         end = following if is_last else points[index + 1].start
         line_end = _line_end(answer, point.text_start)
         # The search ends with the line, so \Z also matches a colon at its end.
         colon = _ROOT_COLON.search(answer, point.text_start, line_end)
-        if colon is not None:
+        is_heading = rules.points_without_colon and point.level > 0
+        if colon is not None and not is_heading:
             start = colon.end()
             # The colon announces what follows, also after a blank line.
             content = end - len(answer[start:end].lstrip())
             end = _detail_end(answer, content, end, is_last=is_last)
             yield _trimmed_detail(answer, start, end) or _Detail(start, start)
         elif rules.points_without_colon:
-            root_end = _root_end_without_colon(answer, point, line_end)
+            start = point.text_start
+            root_end = line_end if is_heading else _root_end_without_colon(answer, start, line_end)
             if root_end is None:
                 continue
-            end = _detail_end(answer, root_end, end, is_last=is_last)
-            detail = _trimmed_detail(answer, root_end, end)
+            if root_end == line_end:
+                other = _HEADING_STARTS[(point.level or 6) - 1].search(answer, line_end, end)
+                end = other.start() if other else end
+                if is_last and details:
+                    end = _last_section_end(answer, line_end, end, details)
+                elif is_last:
+                    end = _detail_end(answer, line_end, end, is_last=True)
+                detail = _trimmed_section(answer, line_end, end)
+            else:
+                end = _detail_end(answer, root_end, end, is_last=is_last)
+                detail = _trimmed_detail(answer, root_end, end)
             if detail and _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS:
+                details.append(detail)
                 yield detail
 
 
@@ -353,14 +374,11 @@ def _line_end(answer: str, start: int) -> int:
     return found.start() if found else len(answer)
 
 
-def _root_end_without_colon(answer: str, point: _Point, line_end: int) -> int | None:
+def _root_end_without_colon(answer: str, start: int, line_end: int) -> int | None:
     """Return the end of a dash or of the first sentence, else of a heading; None if there is none.
 
-    A line is a heading in Markdown, or if it is emphasised, or if an item of a list follows.
+    A line is a heading if it is emphasised, or if an item of a list follows.
     """
-    start = point.text_start
-    if point.is_heading:
-        return line_end
     dash = _ROOT_DASH.search(answer, start, line_end)
     sentence = first_sentence_end(answer[start:line_end])
     ends = [dash.end()] if dash is not None else []
@@ -373,7 +391,7 @@ def _root_end_without_colon(answer: str, point: _Point, line_end: int) -> int | 
 
 def _detail_end(answer: str, content: int, end: int, *, is_last: bool) -> int:
     """Return where a heading or, for the last point, a paragraph ends the detail."""
-    for pattern in (_HEADING_START, _LIST_END) if is_last else (_HEADING_START,):
+    for pattern in (_HEADING_STARTS[-1], _LIST_END) if is_last else (_HEADING_STARTS[-1],):
         match = pattern.search(answer, content, end)
         if match is not None:
             end = match.start()
@@ -394,20 +412,30 @@ _HEADING = re.compile(
     rf"[A-Z][^\r\n.!?]{{2,60}}:)[{_BLANK}]*(?=\r?\n)",
     re.MULTILINE,
 )
+_EMPHASISED_LEVEL, _LIST_LEVEL = 7, 8
+_MARKDOWN_LEVELS, _OTHER_LEVELS = range(1, 7), range(7, 9)
+_CONTINUED = re.compile(r"\W*(?:chapter|verse|chorus|bridge|stanza|scene|act)\b")
+# Three marks or more, alone in a line. Bounded, so that a long line takes no quadratic time.
+_RULE = re.compile(
+    rf"\n[{_BLANK}]{{0,3}}(?:-{{3,80}}|\*{{3,80}}|_{{3,80}}|\* \* \*)[{_BLANK}\r]{{0,80}}(?=\n|\Z)"
+)
+_RULE_AT_END = re.compile(_RULE.pattern.replace(r"(?=\n|\Z)", r"\Z"))
 _LISTED = re.compile(rf"\s*\n[{_BLANK}]*{_ITEM_MARK}")
 _COLON = re.compile(r"[^\r\n]*?(?::[*_]{0,3}(?=\s)|：[*_]{0,3})")  # noqa: RUF001
 _NEXT_PARAGRAPH = re.compile(rf"\n[{_BLANK}\r]*\n(?=\S)")
-_NEXT_UNLISTED = re.compile(rf"\n[{_BLANK}\r]*\n(?=[^\s*+•\-–\d])")  # noqa: RUF001
+_NEXT_UNLISTED = re.compile(rf"\n[{_BLANK}\r]*\n(?=\S)(?!{_ITEM_MARK})")
 
 
 def _unordered_details(answer: str, rules: StructureRules) -> list[_Detail] | None:
     """Return the details of headings, else of bullet points; None if there are fewer than 3."""
-    for details in (_heading_details(answer), _bullet_details(answer, rules)):
-        if len(details) >= _MIN_POINTS and all(
-            _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS for detail in details
-        ):
-            return details
-    return None
+    sections = _section_details(answer, _OTHER_LEVELS)
+    if sections is not None:
+        return sections
+    details = _bullet_details(answer, rules)
+    are_long = (
+        _num_content_characters(answer, each) >= _MIN_CONTENT_CHARACTERS for each in details
+    )
+    return details if len(details) >= _MIN_POINTS and all(are_long) else None
 
 
 def has_list(answer: str) -> bool:
@@ -445,10 +473,12 @@ def _bullet_details(answer: str, rules: StructureRules) -> list[_Detail]:
     return details
 
 
-def _heading_details(answer: str) -> list[_Detail]:
-    """Return what is below the headings of the highest level that at least three have.
+def _section_details(answer: str, levels: range) -> list[_Detail] | None:
+    """Return what is below the headings of the highest of the levels that at least three have.
 
-    Lower headings belong to the detail of theirs. A list ends at the next paragraph.
+    Lower headings belong to the detail of theirs. None if there are fewer than three details. Parts
+    of a script or song continue each other, so they are no sections: their headings say so, or are
+    emphasised names that repeat.
     """
     headings = [
         heading
@@ -456,26 +486,66 @@ def _heading_details(answer: str) -> list[_Detail]:
         if heading["marks"] or heading["emphasised"] or _LISTED.match(answer, heading.end())
     ]
     counts = Counter(map(_heading_level, headings))
-    level = min((level for level in counts if counts[level] >= _MIN_POINTS), default=0)
+    level = min((each for each in levels if counts[each] >= _MIN_POINTS), default=None)
+    if level is None:
+        return None
     bounds = [heading for heading in headings if _heading_level(heading) <= level]
+    names = [heading[0].strip().casefold() for heading in bounds]
+    repeats = level == _EMPHASISED_LEVEL and len(set(names)) < len(names)
+    if repeats or any(map(_CONTINUED.match, names)):
+        return None
     details: list[_Detail] = []
     for index, heading in enumerate(bounds):
         if _heading_level(heading) < level:
             continue
-        end = bounds[index + 1].start() if index + 1 < len(bounds) else len(answer)
-        first_item = _LISTED.match(answer, heading.end())
-        if first_item is not None:
-            paragraph = _NEXT_UNLISTED.search(answer, first_item.end(), end)
+        start, is_last = heading.end(), index + 1 == len(bounds)
+        end = len(answer) if is_last else bounds[index + 1].start()
+        if level == _LIST_LEVEL:
+            items = _LISTED.match(answer, start)
+            paragraph = items and _NEXT_UNLISTED.search(answer, items.end(), end)
             end = paragraph.start() if paragraph else end
-        detail = _trimmed_detail(answer, heading.end(), end)
-        if detail is not None:
+        elif is_last:
+            end = _last_section_end(answer, start, end, details)
+        detail = _trimmed_section(answer, start, end)
+        if detail and _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS:
             details.append(detail)
-    return details
+    return details if len(details) >= _MIN_POINTS else None
+
+
+def _last_section_end(answer: str, start: int, end: int, others: Sequence[_Detail]) -> int:
+    """Return where the closing of the answer begins: at a rule, or after the section's paragraphs.
+
+    A section has at most as many as the `others`: its thread does not know that it is the last one.
+    """
+    rule = _RULE.search(answer, start, end)
+    end = rule.start() if rule else end
+    most = max((_num_paragraphs(answer, each.start, each.end) for each in others), default=1)
+    breaks = _paragraph_breaks(answer, start, end)
+    return breaks[most - 1] if len(breaks) >= most else end
+
+
+def _num_paragraphs(answer: str, start: int, end: int) -> int:
+    return len(_paragraph_breaks(answer, start, end)) + 1
+
+
+def _paragraph_breaks(answer: str, start: int, end: int) -> list[int]:
+    """Return where the paragraphs of a section end, without the last; items of lists are none."""
+    content = end - len(answer[start:end].lstrip())
+    return [match.start() for match in _NEXT_UNLISTED.finditer(answer, content, end)]
+
+
+def _trimmed_section(answer: str, start: int, end: int) -> _Detail | None:
+    """Return the detail without whitespace and a rule at its end; None if nothing is left."""
+    detail = _trimmed_detail(answer, start, end)
+    rule = detail and _RULE_AT_END.search(answer, detail.start, detail.end)
+    return _trimmed_detail(answer, start, rule.start()) if rule else detail
 
 
 def _heading_level(heading: re.Match[str]) -> int:
     """Return 1 to 6 for the headings of Markdown, 7 for emphasised lines, 8 for others."""
-    return len(heading["marks"]) if heading["marks"] else 7 if heading["emphasised"] else 8
+    if heading["marks"]:
+        return len(heading["marks"])
+    return _EMPHASISED_LEVEL if heading["emphasised"] else _LIST_LEVEL
 
 
 _BLANK_LINES = re.compile(rf"\n[{_BLANK}\r]*\n\s*")

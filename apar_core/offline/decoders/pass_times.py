@@ -126,7 +126,7 @@ def measure_passes(
     token. The root opens the other rows with `fork_id`; without one, passes of one row are
     measured. All points are measured once before any is measured again; the median counts.
 
-    Sizes above one whose passes are too long to pay with any tree are left out: of many rows on a
+    Sizes above two whose passes are too long to pay with any tree are left out: of many rows on a
     CPU they take most of the time. `on_round` is called after each round, the warm-up included.
     """
     draws = random.Random(0)
@@ -139,6 +139,7 @@ def measure_passes(
     for repeat in range(repeats + 1):
         # The first round warms up.
         for number in numbers[:1] if repeat == 0 else numbers:
+            too_long = 0
             for inputs in tuple(sizes[number]):
                 replay = _replay(number, vocabulary, fork_id, draws)
                 trace = decode_answer(decoders[inputs], prompt, TokenChoice.replay(replay)).trace
@@ -147,8 +148,10 @@ def measure_passes(
                 if repeat > 0:
                     seconds = [step.seconds for step in passes]
                     measured.setdefault((number, inputs), []).extend(seconds)
-                    one = median(measured[number, sizes[number][0]])
-                    if repeat == 1 and median(seconds) > longest * one:
+                    limit = longest * median(measured[number, sizes[number][0]])
+                    too_long = too_long + 1 if median(seconds) > limit else 0
+                    # A single one may have been disturbed.
+                    if repeat == 1 and too_long == 2:
                         sizes[number] = [size for size in sizes[number] if size <= inputs]
                         break
         on_round()

@@ -215,9 +215,15 @@ def run_ppd(settings: PpdSettings, folder: Path, progress: ShowProgress) -> Repo
         trained = folder / f"variants-{settings.train_steps}-{settings.many}-{digest}"
         found = train_variants(settings, settings.model, trained, show)
     draft = None if settings.draft_prompts is None else read_table(settings.draft_prompts)
+    # An earlier run in this folder may have asked more, of other decoders.
+    names = {question.question_id for question in questions}
+    counted = [
+        line
+        for line in store.lines.values()
+        if line.question_id in names and line.repeat < settings.repeats
+    ]
     answers = {
-        each.name: [line for line in store.lines.values() if line.method == each.name]
-        for each in methods
+        each.name: [line for line in counted if line.method == each.name] for each in methods
     }
     run = Measurements(settings, methods, answers, prompts, medusa, draft, found, times)
     machine = machine_name(device)
@@ -272,7 +278,7 @@ def ppd_report(run: Measurements, machine: str, num_prompts: int) -> Report:
 
 
 class ThreadEquality(NamedTuple):
-    """Threads without speculation, threads compared with them, and how many of these differ."""
+    """Threads without speculation, threads compared with them, and how many differ."""
 
     known: int
     compared: int
@@ -283,7 +289,8 @@ def compare_threads(by_method: Mapping[str, Sequence[MethodAnswer]]) -> ThreadEq
     """Compare each thread, token by token, with the same thread without speculation.
 
     Where a limit cuts the threads of an answer depends on the order of the passes. So of such an
-    answer a thread is compared as far as both go, and one that was not opened is not compared.
+    answer a thread is compared as far as both go, and one that was not opened is not compared. But
+    all have as many text tokens: an answer that has not counts as one that differs.
     """
     known = {
         (method, answer.question_id): answer
@@ -302,9 +309,10 @@ def compare_threads(by_method: Mapping[str, Sequence[MethodAnswer]]) -> ThreadEq
             )
             both = threads.keys() & others.keys()
             compared += len(both)
-            different += sum(_differ(threads[name], others[name]) for name in both)
+            found = sum(_differ(threads[name], others[name]) for name in both)
             if answer.ended and reference.ended:
-                different += len(threads.keys() ^ others.keys())
+                found += len(threads.keys() ^ others.keys())
+            different += found or answer.text_tokens != reference.text_tokens
     return ThreadEquality(num_known, compared, different)
 
 
@@ -524,7 +532,7 @@ def sizes_table(run: Measurements) -> ReportTable:
         tuple(rows),
         f"Predicted best of all sizes: {best.num_inputs} inputs. Measured best of these: "
         f"{measured[0]:.0f}. Predicted passes were measured beforehand, with random tokens after "
-        f"{run.settings.context} others.",
+        f"{run.settings.context} others; beyond the sizes that can pay they are extrapolated.",
     )
 
 

@@ -275,10 +275,55 @@ def test_sections_fork_below_the_headings_of_the_highest_level_with_three() -> N
             "# Cats\n\nCats are small predators.\n\n## Diet",
             "\n\nThey eat meat. Fish is fine.\n\n### Treats\n\nOnly a few of them.",
         ),
-        ("\n\n## Habits", "\n\n- hunting at dawn\n- sleeping"),
-        ("\n\nThat is all they do.\n\n## Health", "\nSee a vet once a year."),
+        ("\n\n## Habits", "\n\n- hunting at dawn\n- sleeping\n\nThat is all they do."),
+        ("\n\n## Health", "\nSee a vet once a year."),
         ("\n\n# Dogs\n\nDogs are another matter.", ""),
     ]
+
+
+@pytest.mark.parametrize("heading", ["## Day {}", "### {}. Walking", "**Day {}**", "**{}. Walk**"])
+@pytest.mark.parametrize("closing", ["Enjoy your days.", "---\n\nEnjoy your days.\n\nAsk me more."])
+def test_the_closing_after_the_last_section_stays_in_the_root(heading: str, closing: str) -> None:
+    both = COLONLESS.model_copy(update={"unordered_lists": True})
+    rule = "\n\n---" if closing.startswith("---") else ""
+    text = "\n\nWalk a little. Sleep a lot.\n\nThen eat."
+    parts = [f"{heading.format(n)}{text}{rule}" for n in (1, 2, 3, 4)]
+    answer = "\n\n".join([*parts, closing])
+
+    found = forks(answer, both)
+
+    assert [detail for _, detail in found] == [text, text, text, text, ""]
+    assert found[-1][0].endswith(closing)
+
+
+def test_numbered_points_below_headings_belong_to_these() -> None:
+    both = COLONLESS.model_copy(update={"unordered_lists": True})
+    points = "\n\n1. **Goal:** a thing to reach\n2. **Way:** how you get there"
+    answer = "\n\n".join(f"### {n}. Step{points}" for n in (1, 2, 3))
+
+    for rules in (COLONLESS, both):
+        assert [detail for _, detail in forks(answer, rules)] == [points] * 3
+
+
+@pytest.mark.parametrize(
+    "headings",
+    [
+        ("Alice", "Bob", "Alice", "Bob"),
+        ("Chapter 1", "Chapter 2", "Chapter 3"),
+        ("Verse 1", "Bridge", "Outro"),
+    ],
+)
+def test_parts_that_continue_each_other_are_no_sections(headings: tuple[str, ...]) -> None:
+    answer = "\n\n".join(f"**{each}**\nHe walks a little." for each in headings)
+
+    assert extract_tree(answer, UNORDERED).kind != "unordered_list"
+
+
+def test_a_short_section_stays_in_the_root() -> None:
+    sections = ("Serves\n4", "Parts\nflour, milk, eggs", "Steps\nmix it all", "Tip\nWait for it.")
+    answer = "\n\n".join(f"## {section}" for section in sections)
+
+    assert forks(answer, UNORDERED)[0] == ("## Serves\n4\n\n## Parts", "\nflour, milk, eggs")
 
 
 def test_emphasised_lines_are_headings_of_sections() -> None:

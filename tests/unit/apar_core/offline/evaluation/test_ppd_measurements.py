@@ -204,7 +204,8 @@ def test_threads_are_compared_with_those_without_speculation() -> None:
             name = child_thread(ROOT_THREAD, ordinal)
             ended = tokens[-1] == 0
             threads.append(DecodedThread(name, ROOT_THREAD, ordinal, tuple(tokens), ended))
-        changes = {"method": method, "threads": tuple(threads)}
+        number = sum(len(tokens) - (tokens[-1] == 0) for tokens in (root, *children))
+        changes = {"method": method, "threads": tuple(threads), "text_tokens": number}
         return answer_of("1", {1: (1, 1)}).model_copy(update=changes)
 
     plain, forked = [5, 6, 7], ([5, 0], [6, 7, 0])
@@ -218,11 +219,14 @@ def test_threads_are_compared_with_those_without_speculation() -> None:
     assert compare_threads({**base, "ppd_apar": [of("ppd_apar", *forked)]}).compared == 2
     assert different("ppd", plain) == 0
     assert different("ppd", [5, 6, 8]) == 1
-    # A limit cut the answer: its threads are compared as far as they go.
-    assert different("ppd_apar", [5, 0], [6, 7]) == 0
-    assert different("ppd_apar", [5, 0], [6, 8]) == 1
-    assert different("ppd_apar", [5]) == 0
-    # None did: a thread is missing, ends early, or goes on where it must end.
+    assert different("ppd", [5, 6]) == 1
+    # No limit cut the answer: a thread is missing, ends early, or goes on where it must end.
     assert different("ppd_apar", [5, 0]) == 1
     assert different("ppd_apar", [5, 0], [6, 0]) == 1
     assert different("ppd_apar", [5, 0], [6, 7, 0, 0]) == 1
+    # One did: threads are compared as far as they go, but all text tokens must be there.
+    base["vanilla_apar"] = [of("vanilla_apar", [5, 8], [6, 7])]
+    assert different("ppd_apar", [5, 8, 9], [6]) == 0
+    assert different("ppd_apar", [5, 8, 9, 9]) == 0
+    assert different("ppd_apar", [5, 8, 9], [7]) == 1
+    assert different("ppd_apar", [5, 8], [6]) == 1
