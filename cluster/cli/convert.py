@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster.cli.data import INTERRUPTED_EXIT_CODE
-from cluster.cli.options import MODEL_HELP, Seed, preset_names, recipe_names
+from cluster.cli.options import MODEL_HELP, Seed, UnorderedLists, preset_names, recipe_names
 from cluster.cli.terminal import clear_errors
 from cluster.conversion.card import write_card
 from cluster.conversion.stages import (
@@ -101,14 +101,7 @@ def convert(
         int, typer.Option(min=1, help="Held-out questions that the evaluation asks.")
     ] = 100,
     max_tokens: Annotated[int, typer.Option(min=1, help="Limit on tokens per answer.")] = 512,
-    unordered_lists: Annotated[
-        bool,
-        typer.Option(
-            "--unordered-lists",
-            help="Also fork at bullet points and below headings: for models whose answers have "
-            "sections.",
-        ),
-    ] = False,
+    unordered_lists: UnorderedLists = False,
     chat_template: Annotated[
         Path | None,
         typer.Option(

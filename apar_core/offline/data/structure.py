@@ -349,21 +349,17 @@ def _list_details(
             end = _detail_end(answer, content, end, is_last=is_last)
             yield _trimmed_detail(answer, start, end) or _Detail(start, start)
         elif rules.points_without_colon:
-            start = point.text_start
-            root_end = line_end if is_heading else _root_end_without_colon(answer, start, line_end)
-            if root_end is None:
-                continue
+            root_end: int | None = line_end
+            if not is_heading:
+                root_end = _root_end_without_colon(answer, point.text_start, line_end)
             if root_end == line_end:
-                other = _HEADING_STARTS[(point.level or 6) - 1].search(answer, line_end, end)
-                end = other.start() if other else end
-                if is_last and details:
-                    end = _last_section_end(answer, line_end, end, details)
-                elif is_last:
-                    end = _detail_end(answer, line_end, end, is_last=True)
+                end = _section_end(answer, point, line_end, end, details if is_last else None)
                 detail = _trimmed_section(answer, line_end, end)
-            else:
+            elif root_end is not None:
                 end = _detail_end(answer, root_end, end, is_last=is_last)
                 detail = _trimmed_detail(answer, root_end, end)
+            else:
+                detail = None
             if detail and _num_content_characters(answer, detail) >= _MIN_CONTENT_CHARACTERS:
                 details.append(detail)
                 yield detail
@@ -398,6 +394,22 @@ def _detail_end(answer: str, content: int, end: int, *, is_last: bool) -> int:
     return end
 
 
+def _section_end(
+    answer: str, point: _Point, start: int, end: int, others: Sequence[_Detail] | None
+) -> int:
+    """Return where the next heading of the point's level or a higher one ends its section.
+
+    `others` are the sections before the last one, None for a point that is not the last.
+    """
+    heading = _HEADING_STARTS[(point.level or 6) - 1].search(answer, start, end)
+    end = heading.start() if heading else end
+    if others is None:
+        return end
+    if not others:
+        return _detail_end(answer, start, end, is_last=True)
+    return _last_section_end(answer, start, end, others)
+
+
 def _num_content_characters(answer: str, detail: _Detail) -> int:
     return len(answer[detail.start : detail.end].strip())
 
@@ -416,10 +428,9 @@ _EMPHASISED_LEVEL, _LIST_LEVEL = 7, 8
 _MARKDOWN_LEVELS, _OTHER_LEVELS = range(1, 7), range(7, 9)
 _CONTINUED = re.compile(r"\W*(?:chapter|verse|chorus|bridge|stanza|scene|act)\b")
 # Three marks or more, alone in a line. Bounded, so that a long line takes no quadratic time.
-_RULE = re.compile(
-    rf"\n[{_BLANK}]{{0,3}}(?:-{{3,80}}|\*{{3,80}}|_{{3,80}}|\* \* \*)[{_BLANK}\r]{{0,80}}(?=\n|\Z)"
-)
-_RULE_AT_END = re.compile(_RULE.pattern.replace(r"(?=\n|\Z)", r"\Z"))
+_RULE_LINE = rf"\n[{_BLANK}]{{0,3}}(?:-{{3,80}}|\*{{3,80}}|_{{3,80}}|\* \* \*)[{_BLANK}\r]{{0,80}}"
+_RULE = re.compile(rf"{_RULE_LINE}(?=\n|\Z)")
+_RULE_AT_END = re.compile(rf"{_RULE_LINE}\Z")
 _LISTED = re.compile(rf"\s*\n[{_BLANK}]*{_ITEM_MARK}")
 _COLON = re.compile(r"[^\r\n]*?(?::[*_]{0,3}(?=\s)|：[*_]{0,3})")  # noqa: RUF001
 _NEXT_PARAGRAPH = re.compile(rf"\n[{_BLANK}\r]*\n(?=\S)")

@@ -331,7 +331,7 @@ def _unspeculated(name: str) -> str:
 
 def _is_predicted(method: Method) -> bool:
     """Return whether tokens per pass are predicted: by a measured table, in a single thread."""
-    return method.name.partition(",")[0] in SINGLE_THREAD and method.name not in WEIGHTLESS
+    return method.base in SINGLE_THREAD and method.name not in WEIGHTLESS
 
 
 # ---- tables ------------------------------------------------------------------------------------

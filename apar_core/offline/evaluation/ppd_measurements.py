@@ -424,9 +424,9 @@ _VARIANT_PROMPTS = 30
 class Variant:
     """Variant of a recipe for prompt tokens: the paper's tables that have it, and what differs.
 
-    `paper` has the paper's accuracies @1 top-1, @1 top-5, @2 top-1 and @2 top-5 (Vicuna-7B, the
-    first 20 tokens of answers to Alpaca's questions), None where it has none. `steps_share` is
-    relative to the paper's 12 epochs of batches of 4.
+    `paper` has the paper's accuracies @1 top-1, @1 top-5, @2 top-1 and @2 top-5, None where it has
+    none. They are of Vicuna-7B and the first 20 tokens of answers to Alpaca's questions.
+    `steps_share` is relative to the paper's 12 epochs of batches of 4.
     """
 
     place: str

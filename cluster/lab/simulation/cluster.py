@@ -6,8 +6,8 @@ a `RetryConfig`. The rest is modeled: arrivals, the gateway's queue (one key, so
 out), the delay of load reports, and loss and start of replicas.
 
 All times are virtual. An entry of the event heap is a time and a call. A core's next step is such a
-call, and its output is delivered at the end of the step. A core in the middle of a step therefore
-handles new requests, reports and its own death at the end of that step, as a real engine core does.
+call, and its output is delivered at the end of the step. Until then a core handles no new request,
+no report and not its own death, as a real engine core does.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def rate_bound(
     """Return a bound on the rate within a limit on `tpot`; None without this limit.
 
     It holds for schedulers that serve every request and are never idle. At a rate, the rows of a
-    mean step are the tokens that arrive during it, so no order of the work changes a mean step.
+    mean step are the tokens that arrive during it. So no order of the work changes a mean step.
     Uneven steps are longer where costs are convex: up to the largest CUDA graph. The bound is the
     rate at which a mean step is as long as the SLO allows for the share of the requests. Each of
     them has all its threads in every step. Shared prefixes cost nothing.

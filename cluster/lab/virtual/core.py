@@ -211,8 +211,8 @@ class VirtualCore:
         """Queue a request; an idle core's clock moves to its arrival.
 
         With a journal, the core continues a request that another core has begun, as the product
-        does. Raises EngineError if the request is running, does not fit, or has no thread left, or
-        if it writes lists in parallel and the engine does not.
+        does. Raises EngineError if the request is running, does not fit or has no thread left.
+        Raises it also for parallel lists if the engine writes none.
         """
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id!r} is already running")
